@@ -1,0 +1,187 @@
+"""The specification in plain torch: the same plans, on any device, without a loop over requests or items.
+
+It is the product's CPU path too. Work is cut into slabs of items only to bound memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cascade_fd.kv import KVStore
+from cascade_fd.planning.worklist import (
+    NODE,
+    NUM_ROWS,
+    Q_END,
+    ROW0,
+    START,
+    STATE,
+    STOP,
+    TABLE_ROW,
+    Launch,
+    MergeRows,
+    Plan,
+)
+from cascade_fd.state import AttentionState, base_factor
+
+_SLAB_BYTES = 1 << 28
+
+
+def partial_states(
+    q: torch.Tensor, stores: Sequence[KVStore], plan: Plan, sm_scale: float, out: AttentionState
+) -> AttentionState:
+    """The state of every item: rows with a single state straight into ``out``, the others into the returned partials."""
+    shape = plan.shape
+    partials = AttentionState.empty(plan.num_slots, shape.num_q_heads, shape.v_head_dim, device=q.device)
+    out.o.zero_()
+    out.lse.fill_(-math.inf)
+    grouped = q.unflatten(1, (shape.num_kv_heads, shape.group))
+    for launch in plan.launches:
+        store = stores[launch.level]
+        for items in _slabs(launch, store):
+            rows, valid = _packed_rows(items)
+            token, head = rows // shape.group, rows % shape.group
+            keys, values, position = _gather(items, launch, store)
+            scores = _scores(grouped[token, :, head], keys, sm_scale)  # [N, Hkv, M, L]
+            scores.masked_fill_(~_visible(items, launch, token, position).unsqueeze(1), -math.inf)
+            o, lse = softmax_state(scores, values.movedim(2, 1).float())
+            _scatter(o, lse, items, valid, token, head, plan, partials, out)
+    return partials
+
+
+def merge_rows(partials: AttentionState, rows: MergeRows, out: AttentionState, sink: torch.Tensor | None = None) -> None:
+    """``out[rows[i]]`` = merge of states ``indptr[i] .. indptr[i + 1] - 1``; a row of none becomes the empty state."""
+    first, last = rows.indptr[:-1].long(), rows.indptr[1:].long()
+    most = int((last - first).max()) if len(rows) else 0
+    slot = first[:, None] + torch.arange(most, device=first.device)
+    live = slot < last[:, None]
+    slot = torch.where(live, slot, 0)
+    if partials.num_rows:
+        o, lse = partials.o[slot].float(), partials.lse[slot].masked_fill(~live[..., None], -math.inf)
+    else:
+        o, lse = partials.o.new_zeros(len(rows), 0, *out.o.shape[1:]), out.lse.new_zeros(len(rows), 0, out.num_heads)
+    o, lse = merge_states(o, lse * base_factor(partials.base, "e"), sink)
+    lse = lse * base_factor("e", out.base)
+    if rows.rows is None:
+        out.o.copy_(o)
+        out.lse.copy_(lse)
+    else:
+        out.o[rows.rows.long()] = o.to(out.dtype)
+        out.lse[rows.rows.long()] = lse
+
+
+def merge_pair(
+    a: AttentionState,
+    b: AttentionState,
+    out: AttentionState,
+    mask: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+) -> None:
+    """``out = a + b`` row by row; ``out`` may be ``a``. Rows where ``mask`` is False take ``a`` as it is."""
+    lse = torch.stack([s.lse * base_factor(s.base, "e") for s in (a, b)], 1)
+    if mask is not None:
+        lse[:, 1] = lse[:, 1].masked_fill(~mask.bool()[:, None], -math.inf)
+    o, lse = merge_states(torch.stack([a.o.float(), b.o.float()], 1), lse, sink)
+    out.o.copy_(o)
+    out.lse.copy_(lse * base_factor("e", out.base))
+
+
+def softmax_state(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """State of ``scores [..., M, L]`` over ``values [..., L, Dv]``, natural log; rows that see no key come out empty."""
+    top = scores.amax(-1, keepdim=True)
+    top = torch.where(top == -math.inf, 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    o = torch.where(total > 0, weights @ values / total, 0.0)
+    return o, (top + torch.log(total)).squeeze(-1)
+
+
+def merge_states(o: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge over axis 1: ``o [M, S, Hq, Dv]``, ``lse [M, S, Hq]`` natural log, sink logits ``[Hq]``. S may be 0."""
+    if sink is not None:
+        o = torch.cat([o, o.new_zeros(o.shape[0], 1, *o.shape[2:])], 1)
+        lse = torch.cat([lse, sink.float().expand(lse.shape[0], 1, -1)], 1)
+    if lse.shape[1] == 0:
+        return o.sum(1), lse.new_full((lse.shape[0], lse.shape[2]), -math.inf)
+    top = lse.amax(1, keepdim=True)
+    top = torch.where(top == -math.inf, 0.0, top)
+    weights = torch.exp(lse - top)
+    total = weights.sum(1)
+    o = torch.where((lse == -math.inf)[..., None], 0.0, o)  # whatever an empty state carries does not count
+    mean = (weights[..., None] * o).sum(1) / torch.where(total > 0, total, 1.0)[..., None]
+    return mean, top.squeeze(1) + torch.log(total)
+
+
+def _slabs(launch: Launch, store: KVStore) -> Iterator[torch.Tensor]:
+    """Items that are not empty, ``[N, 8]`` int64, in slabs whose gathered keys and values stay within a memory bound."""
+    items = launch.items.long()
+    items[:, STOP] = torch.minimum(items[:, STOP], launch.lens.long()[items[:, NODE]])
+    items = items[items[:, STOP] > items[:, START]]
+    per_item = launch.max_tokens * store.num_kv_heads * (sum(store.head_dims) + launch.tile.block_m) * 4
+    yield from items.split(max(1, _SLAB_BYTES // max(per_item, 1)))
+
+
+def _packed_rows(items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed row numbers ``[N, M]`` and which of them exist; the others repeat the item's last row."""
+    offset = torch.arange(int(items[:, NUM_ROWS].max()), device=items.device)
+    valid = offset < items[:, NUM_ROWS, None]
+    return items[:, ROW0, None] + torch.minimum(offset, items[:, NUM_ROWS, None] - 1), valid
+
+
+def _gather(items: torch.Tensor, launch: Launch, store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values ``[N, L, Hkv, D]`` of the items' ranges and their positions ``[N, L]``.
+
+    Positions past the end repeat the last key of the item: nothing outside the range is read, so nothing leaks from there.
+    """
+    length = int((items[:, STOP] - items[:, START]).max())
+    position = items[:, START, None] + torch.arange(length, device=items.device)
+    token = torch.minimum(position, items[:, STOP, None] - 1)
+    row = items[:, TABLE_ROW, None]
+    if launch.ids is not None:
+        entry = row * launch.table_stride + token // launch.page_size
+        row, token = _entries(launch.ids, entry).long(), token % launch.page_size
+    return store.k[row, token], store.v[row, token], position
+
+
+def _entries(ids: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+    """Page ids at flat storage offsets from the table's first entry, whatever the table's strides."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
+    return torch.as_strided(ids, (span,), (1,))[entry]
+
+
+def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    """``q [N, M, Hkv, D]`` against ``keys [N, L, Hkv, D]`` in float32: ``[N, Hkv, M, L]``."""
+    return (q.movedim(2, 1).float() @ keys.permute(0, 2, 3, 1).float()) * sm_scale
+
+
+def _visible(items: torch.Tensor, launch: Launch, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Which row of an item sees which key: ``[N, M, L]`` bool."""
+    end = launch.lens.long()[items[:, NODE], None]
+    causal_limit = end - items[:, Q_END, None] + token + 1
+    limit = torch.where(items[:, Q_END, None] > 0, causal_limit, end)
+    limit = torch.minimum(limit, items[:, STOP, None])
+    return position[:, None, :] < limit[:, :, None]
+
+
+def _scatter(
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    items: torch.Tensor,
+    valid: torch.Tensor,
+    token: torch.Tensor,
+    head: torch.Tensor,
+    plan: Plan,
+    partials: AttentionState,
+    out: AttentionState,
+) -> None:
+    """Put ``o [N, Hkv, M, Dv]`` and ``lse [N, Hkv, M]`` (natural log) where the items say."""
+    heads = (plan.shape.num_kv_heads, plan.shape.group)
+    o, lse = o.movedim(1, 2), lse.movedim(1, 2)
+    direct = (items[:, STATE] < 0)[:, None].expand_as(valid)
+    slot = plan.row_first.long()[token] + items[:, STATE, None]
+    for target, where, index in ((out, valid & direct, token), (partials, valid & ~direct, slot)):
+        at = (index[where], slice(None), head[where])
+        target.o.unflatten(1, heads)[at] = o[where].to(target.dtype)
+        target.lse.unflatten(1, heads)[at] = lse[where] * base_factor("e", target.base)

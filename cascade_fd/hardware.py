@@ -1,0 +1,54 @@
+"""What a plan needs to know of a device: a frozen record, with presets so that plans can be made and tested anywhere."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device as the planner sees it.
+
+    Attributes:
+        name: for people.
+        arch: "sm_90", "gfx942", "cpu": picks rows of the launch table.
+        num_sms: streaming multiprocessors (compute units on AMD); 1 for a CPU, which makes every range one split.
+        smem: shared memory one program may use, in bytes.
+        bandwidth: device memory read rate in bytes per second (measured where we could, else the data sheet's).
+    """
+
+    name: str
+    arch: str
+    num_sms: int
+    smem: int
+    bandwidth: float
+
+
+CPU = Hardware("CPU", "cpu", 1, 1 << 20, 2e10)
+A100 = Hardware("NVIDIA A100", "sm_80", 108, 166_912, 1.9e12)
+H200 = Hardware("NVIDIA H200", "sm_90", 132, 232_448, 4.6e12)
+B200 = Hardware("NVIDIA B200", "sm_100", 148, 232_448, 7.7e12)
+MI300X = Hardware("AMD MI300X", "gfx942", 304, 65_536, 5.3e12)
+PRESETS = {hw.arch: hw for hw in (CPU, A100, H200, B200, MI300X)}
+
+
+@functools.cache
+def _of_cuda(index: int) -> Hardware:
+    props = torch.cuda.get_device_properties(index)
+    gcn = getattr(props, "gcnArchName", "")
+    arch = gcn.split(":")[0] if gcn.startswith("gfx") else f"sm_{props.major}{props.minor}"
+    smem = getattr(props, "shared_memory_per_block_optin", 65_536)
+    known = PRESETS.get(arch)
+    bandwidth = known.bandwidth if known else 1e12
+    return Hardware(props.name, arch, props.multi_processor_count, smem, bandwidth)
+
+
+def hardware_of(device: torch.device | str) -> Hardware:
+    """The record of ``device``. CUDA and ROCm devices are asked once; anything else counts as a CPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return CPU
+    return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)

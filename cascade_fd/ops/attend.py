@@ -1,0 +1,92 @@
+"""The operation that everything else is made of: attention of a batch over a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+
+from cascade_fd.backends import get_backend
+from cascade_fd.checks import check_dtype, check_last_axis, check_same, check_shape
+from cascade_fd.kv import KVStore
+from cascade_fd.ops.options import Output, destination, known_options
+from cascade_fd.planning.worklist import Launch, Plan
+from cascade_fd.state import AttentionState
+
+
+def attend(q: torch.Tensor, kv: KVStore | Sequence[KVStore], plan: Plan, **output: Unpack[Output]) -> AttentionState:
+    """Attention of every query row over all the ranges its plan gives it.
+
+    Args:
+        q: ``[T, Hq, D]``, rows in the tree's request order; any strides but the last.
+        kv: one store for all levels, or one per level of the tree.
+        plan: from ``plan``; reused for every layer and, up to its capacity, every step.
+        output: see ``Output``.
+
+    Raises:
+        ValueError, TypeError: q, stores and plan do not fit each other; nothing is written then.
+    """
+    options = known_options("attend", output, Output)
+    stores = _stores(kv, plan)
+    _check_query(q, stores, plan)
+    state = destination((plan.num_rows, plan.shape.num_q_heads, plan.shape.v_head_dim), q, options, (q.dtype,))
+    if plan.num_rows:
+        backend = get_backend(options.get("backend"), q.device)
+        scale = options.get("sm_scale")
+        scale = 1 / math.sqrt(plan.shape.head_dim) if scale is None else float(scale)
+        partials = backend.partial_states(q, stores, plan, scale, state)
+        if len(plan.merge):
+            backend.merge_rows(partials, plan.merge, state)
+    return state
+
+
+def _stores(kv: Any, plan: Plan) -> list[KVStore]:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
+    levels = len(plan.splits)
+    stores = [kv] * levels if isinstance(kv, KVStore) else list(kv) if isinstance(kv, (list, tuple)) else [kv]
+    for store in stores:
+        if not isinstance(store, KVStore):
+            raise TypeError(f"kv: expected a PagedKV or DenseKV, or one per level, got {type(store).__name__}")
+    if len(stores) != levels:
+        raise ValueError(f"kv: expected one store, or one per level ({levels}), got {len(stores)}")
+    for launch in plan.launches:
+        _check_store(stores[launch.level], launch)
+    return stores
+
+
+def _check_store(store: KVStore, launch: Launch) -> None:
+    """Everything an item may address must exist; page ids are checked where they are on the host."""
+    if store.page_size != launch.page_size:
+        want = f"pages of {launch.page_size}" if launch.page_size else "a dense store"
+        got = f"pages of {store.page_size}" if store.page_size else "a dense store"
+        raise ValueError(f"kv: expected {want} at level {launch.level}, got {got}")
+    if launch.ids is None:
+        if launch.max_row >= store.num_rows or launch.max_stop > store.k.shape[1]:
+            raise ValueError(
+                f"kv: expected at least {launch.max_row + 1} rows of {launch.max_stop} tokens at level {launch.level}, "
+                f"got {store.num_rows} of {store.k.shape[1]}"
+            )
+    elif launch.id_range and not (launch.id_range[0] >= 0 and launch.id_range[1] < store.num_rows):
+        raise ValueError(
+            f"block_table: expected page ids in [0, {store.num_rows}), got {launch.id_range[0]}..{launch.id_range[1]}"
+        )
+
+
+def _check_query(q: torch.Tensor, stores: list[KVStore], plan: Plan) -> None:
+    shape = plan.shape
+    check_shape("q", q, "T Hq D", T=plan.num_rows, Hq=shape.num_q_heads, D=shape.head_dim)
+    check_last_axis("q", q)
+    for store in stores:
+        check_same("dtype", q=q, k=store.k)
+        check_same("device", q=q, k=store.k)
+        if store.num_kv_heads != shape.num_kv_heads or store.head_dims != shape.head_dims:
+            raise ValueError(
+                f"kv: expected Hkv={shape.num_kv_heads} and (D, Dv)={shape.head_dims}, "
+                f"got Hkv={store.num_kv_heads} and {store.head_dims}"
+            )
+    check_dtype("q", q, (shape.dtype,))
+    if q.device.type != plan.device.type:
+        raise ValueError(f"plan: expected a plan for {q.device}, got one for {plan.device}")

@@ -1,0 +1,68 @@
+"""Options shared by the operations, and the buffers they write to."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import torch
+
+from cascade_fd.checks import FLOAT_DTYPES, check_dtype, check_last_axis, check_same, check_shape
+from cascade_fd.state import AttentionState
+
+
+class Output(TypedDict, total=False):
+    """Options of every operation that computes attention.
+
+    Attributes:
+        sm_scale: factor on q . k; default ``1 / sqrt(D)``.
+        out: ``[T, Hq, Dv]`` in q's dtype, written instead of a new tensor; must not overlap q or the cache.
+        lse_out: ``[T, Hq]`` float32, any strides.
+        base: "e" (default) or "2": base of the returned lse.
+        backend: "reference" or "triton"; default by device.
+    """
+
+    sm_scale: float | None
+    out: torch.Tensor | None
+    lse_out: torch.Tensor | None
+    base: str
+    backend: str | None
+
+
+class Options(Output, total=False):
+    """``Output``, and what the one-shot forms need for the plan they make.
+
+    Attributes:
+        num_splits: splits per KV range; default: FlashAttention-2's wave-efficiency rule.
+        kv_layout: layout of bare ``(k, v)`` tensors, "NHD" (default) or "HND".
+    """
+
+    num_splits: int | None
+    kv_layout: str
+
+
+def known_options(what: str, given: Any, kind: Any) -> dict[str, Any]:
+    """A copy of ``given``; TypeError if it has a name that ``kind`` does not know."""
+    names = set(kind.__annotations__) | set(Output.__annotations__)
+    unknown = set(given) - names
+    if unknown:
+        raise TypeError(f"{what}: expected options {sorted(names)}, got {sorted(unknown)}")
+    return dict(given)
+
+
+def destination(
+    shape: tuple[int, int, int], like: torch.Tensor, options: Any, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+) -> AttentionState:
+    """Where a result ``[T, Hq, Dv]`` goes: the caller's ``out`` and ``lse_out``, checked, or new tensors like ``like``."""
+    T, Hq, Dv = shape
+    out, lse = options.get("out"), options.get("lse_out")
+    if out is None:
+        out = torch.empty(shape, dtype=like.dtype, device=like.device)
+    if lse is None:
+        lse = torch.empty(T, Hq, dtype=torch.float32, device=like.device)
+    check_shape("out", out, "T Hq Dv", T=T, Hq=Hq, Dv=Dv)
+    check_dtype("out", out, dtypes)
+    check_last_axis("out", out)
+    check_shape("lse_out", lse, "T Hq", T=T, Hq=Hq)
+    check_dtype("lse_out", lse, (torch.float32,))
+    check_same("device", q=like, out=out, lse_out=lse)
+    return AttentionState(out, lse, options.get("base") or "e")

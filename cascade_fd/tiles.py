@@ -1,0 +1,82 @@
+"""Launch settings: one table with provenance, read by the planner and the kernels.
+
+Measured rows come from benchmarks/NOTES.md; the rest are first guesses that compile without spills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from cascade_fd.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class AttendTile:
+    """Shape and resources of one program of the attend kernel.
+
+    Attributes:
+        block_m: packed query rows per program (query tokens x the G heads of one KV head).
+        block_n: keys per step of the main loop.
+        num_warps, num_stages: as Triton means them; ``num_stages - 1`` tiles of K and V are in shared memory.
+        per_sm: programs that should be resident on one SM: slots = num_sms * per_sm.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int
+
+    def smem(self, head_dims: tuple[int, int], itemsize: int) -> int:
+        """Shared memory of the software pipeline in bytes (an estimate from below)."""
+        return max(1, self.num_stages - 1) * self.block_n * sum(map(padded, head_dims)) * itemsize
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """Shape of one program of the merge kernel: it merges one (row, head), ``block_d`` columns, ``block_s`` states a step."""
+
+    block_s: int
+    block_d: int
+    num_warps: int
+
+
+# (arch, bytes per element) -> tiles by rows. Hopper, 2 bytes: measured on an H200 with D = 128, page 16 (2026-11-29).
+_ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
+    ("sm_90", 2): (AttendTile(16, 64, 2, 3, 2), AttendTile(32, 64, 2, 3, 2), AttendTile(64, 64, 4, 3, 2),
+                   AttendTile(128, 64, 8, 3, 1)),
+    ("sm_80", 2): (AttendTile(16, 64, 2, 3, 2), AttendTile(32, 64, 2, 3, 2), AttendTile(64, 64, 4, 3, 1)),
+    ("gfx942", 2): (AttendTile(16, 32, 2, 2, 2), AttendTile(32, 32, 2, 2, 2), AttendTile(64, 32, 4, 2, 1)),
+    ("cpu", 2): (AttendTile(16, 32, 4, 1, 1), AttendTile(64, 32, 4, 1, 1)),
+    ("any", 2): (AttendTile(16, 64, 4, 2, 2), AttendTile(64, 64, 4, 2, 1)),
+    ("cpu", 4): (AttendTile(16, 32, 4, 1, 1), AttendTile(64, 32, 4, 1, 1)),
+    ("any", 4): (AttendTile(16, 32, 4, 2, 2), AttendTile(32, 32, 4, 2, 1)),
+}  # fmt: skip
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that a head dim is padded to inside a tile."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int) -> AttendTile:
+    """The smallest tile that holds ``rows`` packed rows (or the largest there is), shrunk until its pipeline fits."""
+    size = dtype.itemsize
+    tiles = _ATTEND.get((hw.arch, size)) or _ATTEND["any", size]
+    tile = next((t for t in tiles if t.block_m >= rows), tiles[-1])
+    while tile.smem(head_dims, size) * tile.per_sm > 0.9 * hw.smem and tile.block_n > 16:
+        tile = replace(tile, block_n=tile.block_n // 2)
+    return tile
+
+
+def merge_tile(max_states: int, head_dim: int, rows: int) -> MergeTile:
+    """One row per one-warp program with all states in one load; with few rows and many states, columns are dealt out too.
+
+    Measured on an H200: c1 1.8 us against 7 us for eight rows looping; d7 (8 rows, 256 states) 21.3 against 84 us in all.
+    """
+    block_s = min(32, max(2, 1 << (max_states - 1).bit_length()))
+    if rows <= 1024 and max_states > 32:
+        return MergeTile(min(256, 1 << (max_states - 1).bit_length()), 16, 4)
+    return MergeTile(block_s, padded(head_dim), 1)
