@@ -1,5 +1,6 @@
 """cascade_fd: exact attention for batches that share context. The public names; see docs/ for what they mean."""
 
+from cascade_fd import interop
 from cascade_fd.checks import UnsupportedError
 from cascade_fd.hardware import Hardware, hardware_of
 from cascade_fd.kv import DenseKV, PagedKV, PageTable
@@ -26,6 +27,7 @@ __all__ = [
     "cascade_decode",
     "decode",
     "hardware_of",
+    "interop",
     "merge",
     "merge_",
     "merge_ragged",

@@ -19,7 +19,7 @@ class AttendTile:
     Attributes:
         block_m: packed query rows per program (query tokens x the G heads of one KV head).
         block_n: keys per step of the main loop.
-        num_warps, num_stages: as Triton means them; ``num_stages - 1`` tiles of K and V are in shared memory.
+        num_warps, num_stages: as Triton means them.
         per_sm: programs that should be resident on one SM: slots = num_sms * per_sm.
     """
 
@@ -30,8 +30,11 @@ class AttendTile:
     per_sm: int
 
     def smem(self, head_dims: tuple[int, int], itemsize: int) -> int:
-        """Shared memory of the software pipeline in bytes (an estimate from below)."""
-        return max(1, self.num_stages - 1) * self.block_n * sum(map(padded, head_dims)) * itemsize
+        """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (from 64 rows on) q."""
+        wide = self.block_m >= 64  # warp-group MMA keeps one more stage, and q in shared memory
+        stages = self.num_stages if wide else max(1, self.num_stages - 1)
+        rows = stages * self.block_n * sum(map(padded, head_dims)) + self.block_m * padded(head_dims[0])
+        return rows * itemsize + 4096
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], ro
     size = dtype.itemsize
     tiles = _ATTEND.get((hw.arch, size)) or _ATTEND["any", size]
     tile = next((t for t in tiles if t.block_m >= rows), tiles[-1])
-    while tile.smem(head_dims, size) * tile.per_sm > 0.9 * hw.smem and tile.block_n > 16:
+    while tile.smem(head_dims, size) * tile.per_sm > 1.04 * hw.smem and tile.block_n > 16:
         tile = replace(tile, block_n=tile.block_n // 2)
     return tile
 

@@ -165,6 +165,12 @@ def _check_drafts(tree: PrefixTree) -> None:
     alone = own.last - own.first == 1
     q = tree.q_indptr[own.last] - tree.q_indptr[own.first]
     keys = own.stop - own.start
+    several = np.diff(tree.q_indptr) > 1
+    if tree.causal and (several & ~np.repeat(alone, own.last - own.first)).any():
+        raise ValueError(
+            "levels: expected one private node per request in the last level, got one shared by requests of several query "
+            "rows, whose causal order it cannot express; add a level of one node per request (lens may be 0)"
+        )
     bad = np.flatnonzero(tree.causal & alone & (keys > 0) & (q > keys))
     if len(bad):
         i = bad[0]

@@ -62,8 +62,8 @@ def merge_rows(partials: AttentionState, rows: MergeRows, out: AttentionState, s
         o, lse = partials.o[slot].float(), partials.lse[slot].masked_fill(~live[..., None], -math.inf)
     else:
         o, lse = partials.o.new_zeros(len(rows), 0, *out.o.shape[1:]), out.lse.new_zeros(len(rows), 0, out.num_heads)
-    o, lse = merge_states(o, lse * base_factor(partials.base, "e"), sink)
-    lse = lse * base_factor("e", out.base)
+    o, lse = merge_states(o, lse, partials.base, sink)
+    lse = lse * base_factor(partials.base, out.base)
     if rows.rows is None:
         out.o.copy_(o)
         out.lse.copy_(lse)
@@ -79,13 +79,13 @@ def merge_pair(
     mask: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> None:
-    """``out = a + b`` row by row; ``out`` may be ``a``. Rows where ``mask`` is False take ``a`` as it is."""
-    lse = torch.stack([s.lse * base_factor(s.base, "e") for s in (a, b)], 1)
-    if mask is not None:
-        lse[:, 1] = lse[:, 1].masked_fill(~mask.bool()[:, None], -math.inf)
-    o, lse = merge_states(torch.stack([a.o.float(), b.o.float()], 1), lse, sink)
-    out.o.copy_(o)
-    out.lse.copy_(lse * base_factor("e", out.base))
+    """``out = a + b`` row by row; ``out`` may be ``a``. Rows where ``mask`` is False are not written."""
+    lse = torch.stack([a.lse, b.to_base(a.base).lse], 1)
+    o, lse = merge_states(torch.stack([a.o.float(), b.o.float()], 1), lse, a.base, sink)
+    lse = lse * base_factor(a.base, out.base)
+    rows = slice(None) if mask is None else mask
+    out.o[rows] = o[rows].to(out.dtype)
+    out.lse[rows] = lse[rows]
 
 
 def softmax_state(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,20 +98,25 @@ def softmax_state(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Ten
     return o, (top + torch.log(total)).squeeze(-1)
 
 
-def merge_states(o: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge over axis 1: ``o [M, S, Hq, Dv]``, ``lse [M, S, Hq]`` natural log, sink logits ``[Hq]``. S may be 0."""
+def merge_states(
+    o: torch.Tensor, lse: torch.Tensor, base: str, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge over axis 1: ``o [M, S, Hq, Dv]``, ``lse [M, S, Hq]`` in ``base`` and so returned, sink logits ``[Hq]``.
+
+    Only differences of lse are converted, so that large ones lose nothing. S may be 0.
+    """
     if sink is not None:
         o = torch.cat([o, o.new_zeros(o.shape[0], 1, *o.shape[2:])], 1)
-        lse = torch.cat([lse, sink.float().expand(lse.shape[0], 1, -1)], 1)
+        lse = torch.cat([lse, (sink.float() * base_factor("e", base)).expand(lse.shape[0], 1, -1)], 1)
     if lse.shape[1] == 0:
         return o.sum(1), lse.new_full((lse.shape[0], lse.shape[2]), -math.inf)
     top = lse.amax(1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
-    weights = torch.exp(lse - top)
+    weights = torch.exp((lse - top) * base_factor(base, "e"))
     total = weights.sum(1)
     o = torch.where((lse == -math.inf)[..., None], 0.0, o)  # whatever an empty state carries does not count
     mean = (weights[..., None] * o).sum(1) / torch.where(total > 0, total, 1.0)[..., None]
-    return mean, top.squeeze(1) + torch.log(total)
+    return mean, top.squeeze(1) + torch.log(total) * base_factor("e", base)
 
 
 def _slabs(launch: Launch, store: KVStore) -> Iterator[torch.Tensor]:
@@ -120,7 +125,8 @@ def _slabs(launch: Launch, store: KVStore) -> Iterator[torch.Tensor]:
     items[:, STOP] = torch.minimum(items[:, STOP], launch.lens.long()[items[:, NODE]])
     items = items[items[:, STOP] > items[:, START]]
     per_item = launch.max_tokens * store.num_kv_heads * (sum(store.head_dims) + launch.tile.block_m) * 4
-    yield from items.split(max(1, _SLAB_BYTES // max(per_item, 1)))
+    if len(items):  # split() of nothing is one slab of nothing
+        yield from items.split(max(1, _SLAB_BYTES // max(per_item, 1)))
 
 
 def _packed_rows(items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,8 @@ def attend(q: torch.Tensor, kv: KVStore | Sequence[KVStore], plan: Plan, **outpu
     stores = _stores(kv, plan)
     _check_query(q, stores, plan)
     state = destination((plan.num_rows, plan.shape.num_q_heads, plan.shape.v_head_dim), q, options, (q.dtype,))
+    if state.o is q:
+        raise ValueError("out: expected memory of its own, got q itself")
     if plan.num_rows:
         backend = get_backend(options.get("backend"), q.device)
         scale = options.get("sm_scale")

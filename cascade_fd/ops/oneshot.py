@@ -32,7 +32,8 @@ def decode(
         q: ``[B, Hq, D]``.
         kv, v: dense ``k, v`` (``[B, T, Hkv, D]`` by default), or one ``DenseKV`` or ``PagedKV``.
         seq_lens: ``[B]`` keys of each request. On the host they are checked and planned for; on the GPU they are read by the
-            kernel, and work is laid out for the whole table. Default: all T keys. 0 gives ``o = 0, lse = -inf``.
+            kernel, and work is laid out for the whole table. Default: all T keys of dense tensors; required with a
+            ``PagedKV``. 0 gives ``o = 0, lse = -inf``.
         block_table: ``[B, max_pages]`` page ids, or any ``PageTable``; with a ``PagedKV`` only.
         options: see ``Options``.
 
@@ -98,7 +99,7 @@ def cascade_decode(
         q: ``[B, Hq, D]``.
         prefix: ``(k [P, Hkv, D], v [P, Hkv, Dv])``, a ``DenseKV`` of one row, or a ``PagedKV`` with ``prefix_table``.
         suffix: ``(k [B, T, Hkv, D], v)``, a ``DenseKV``, or a ``PagedKV`` with ``suffix_table``. May be the same pool.
-        suffix_lens: ``[B]`` private keys of each request; default all of them.
+        suffix_lens: ``[B]`` private keys of each request; default all of a dense suffix; required for a paged one.
         suffix_table: ``[B, max_pages]`` pages of the suffixes.
         prefix_table: ``[max_pages]`` pages of the prefix.
         prefix_len: tokens in the prefix; default all of a dense prefix; required for a paged one.
@@ -128,6 +129,8 @@ class _Private:
             raise ValueError(f"block_table: expected one row per request ({B}), got {table.num_rows}")
         if isinstance(store, DenseKV) and store.num_rows != B:
             raise ValueError(f"k: expected one row per request ({B}), got {store.num_rows}")
+        if table is not None and seq_lens is None:  # a table's last page, and its padding, are not the request's
+            raise ValueError(f"{lens_name}: expected the number of keys of each request of a PagedKV, got None")
         room = table.widths * table.page_size if table else [store.k.shape[1]] * B
         on_device = isinstance(seq_lens, torch.Tensor) and seq_lens.device.type != "cpu"
         if on_device:
@@ -158,6 +161,8 @@ def _run(
     known: Any = known_options("options", options, Options)
     num_splits = known.pop("num_splits", None)
     known.pop("kv_layout", None)
+    if num_splits is not None and (not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 1):
+        raise ValueError(f"num_splits: expected an integer of at least 1, got {num_splits!r}")
     tree = PrefixTree.from_levels(levels, q_lens=q_len)
     store = stores[-1]
     made = plan(
@@ -179,6 +184,8 @@ def _store(kv: Any, v: Any, options: Options) -> KVStore:
         if v is not None:
             raise ValueError(f"v: expected None beside a {type(kv).__name__}, got a second argument")
         return kv
+    if isinstance(kv, tuple) and v is not None:
+        raise ValueError("v: expected None beside (k, v), got a second argument")
     pair = kv if isinstance(kv, tuple) and len(kv) == 2 else (kv, v)
     return DenseKV(check_tensor("k", pair[0]), check_tensor("v", pair[1]), options.get("kv_layout", "NHD"))
 
@@ -195,8 +202,11 @@ def _shared(prefix: Any, options: Options) -> KVStore:
 def _shared_level(store: KVStore, B: int, prefix_table: Any = None, prefix_len: int | None = None) -> Level:
     ids = prefix_table
     if isinstance(store, PagedKV) and ids is not None and not isinstance(ids, PageTable):
-        ids = (ids if isinstance(ids, torch.Tensor) else torch.tensor(ids)).reshape(1, -1)
+        ids = ids if isinstance(ids, torch.Tensor) else torch.tensor(ids)
+        ids = ids[None] if ids.dim() == 1 else ids
     table = _table("prefix_table", ids, store)
+    if table is not None and table.num_rows != 1:
+        raise ValueError(f"prefix_table: expected one row [max_pages], got {table.num_rows} rows")
     room = int(table.widths[0]) * table.page_size if table else store.k.shape[1]
     if prefix_len is None and table is not None:
         raise ValueError("prefix_len: expected the number of prefix tokens of a paged prefix, got None")

@@ -65,4 +65,7 @@ def destination(
     check_shape("lse_out", lse, "T Hq", T=T, Hq=Hq)
     check_dtype("lse_out", lse, (torch.float32,))
     check_same("device", q=like, out=out, lse_out=lse)
+    for name, tensor in (("out", out), ("lse_out", lse)):
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"{name}: expected memory of its own for every element, got an expanded tensor")
     return AttentionState(out, lse, options.get("base") or "e")

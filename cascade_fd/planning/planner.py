@@ -75,7 +75,10 @@ def plan(
         >>> p.num_items, p.num_slots
         (3, 4)
     """
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"tree: expected a PrefixTree, got {type(tree).__name__}")
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    _check_counts(num_q_heads=(num_q_heads,), num_kv_heads=(num_kv_heads,), head_dim=dims)
     shape = Shape(num_q_heads, num_kv_heads, *dims, dtype)
     _check_options(shape, split, max_new_tokens)
     device = torch.device(device)
@@ -83,6 +86,13 @@ def plan(
     last = len(tree.levels) - 1
     works = [_level_work(tree, i, shape, split, hw, growth=max_new_tokens if i == last else 0) for i in range(len(tree.levels))]
     return _assemble(tree, shape, device, works)
+
+
+def _check_counts(**counts: tuple[int, ...]) -> None:
+    for name, values in counts.items():
+        pair = name == "head_dim"
+        if len(values) != 1 + pair or not all(isinstance(n, int) for n in values):
+            raise TypeError(f"{name}: expected an integer{' or (D, Dv)' if pair else ''}, got {values}")
 
 
 def _check_options(shape: Shape, split: str | int, max_new_tokens: int) -> None:

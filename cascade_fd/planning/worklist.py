@@ -132,7 +132,7 @@ class Plan:
         """Set the live length of every private table row, on the device: ``[B]`` integers, no synchronisation.
 
         Lengths count tokens of the private level's table row (so the prefix too, where one table names both). A length
-        beyond the plan's capacity is clipped to it; 0 makes an empty row.
+        beyond the plan's capacity is clipped to it; 0 leaves a request without private keys.
         """
         if not isinstance(lens, torch.Tensor):
             raise TypeError(f"lens: expected a tensor, got {type(lens).__name__}")

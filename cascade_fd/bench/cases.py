@@ -1,0 +1,81 @@
+"""The benchmark cases as data, and the traffic model that says what each of them cannot beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+READ_RATE = 4.6e12  # bytes per second a Triton kernel reads on an H200 (8 GiB, measured)
+MATMUL_RATE = 770e12  # bf16 FLOP per second of an 8192^3 matmul on an H200 (measured: 738-802)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: ``levels`` are (nodes, tokens per node), root first; the last level has one node per request.
+
+    bf16, head dim 128, page size 16, NHD pages in random order.
+    """
+
+    name: str
+    levels: tuple[tuple[int, int], ...]
+    q_len: int = 1
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def requests(self) -> int:
+        return self.levels[-1][0]
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.q_len
+
+    @property
+    def kv_bytes(self) -> int:
+        """Unique bytes of keys and values in 2-byte elements: what must be read at least once."""
+        return sum(n * t for n, t in self.levels) * self.num_kv_heads * self.head_dim * 2 * 2
+
+    @property
+    def flops(self) -> int:
+        """4 * rows * Hq * D * keys: two products over every key that a row sees."""
+        keys = sum(t for _, t in self.levels)
+        return 4 * self.rows * self.num_q_heads * self.head_dim * keys
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds below which no kernel can be on an H200."""
+        return max(self.kv_bytes / READ_RATE, self.flops / MATMUL_RATE) * 1e6
+
+
+def _flat(name: str, B: int, T: int, **kwargs: int) -> Case:
+    return Case(name, ((B, T),), **kwargs)
+
+
+def _cascade(name: str, B: int, P: int, S: int, **kwargs: int) -> Case:
+    return Case(name, ((1, P), (B, S)), **kwargs)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        _flat("d1", 1, 131072),
+        _flat("d2", 4, 32768),
+        _flat("d3", 16, 8192),
+        _flat("d4", 64, 4096),
+        _flat("d6", 256, 1024),
+        _flat("d7", 1, 131072, num_q_heads=8, num_kv_heads=1),
+        _flat("v1", 16, 8192, q_len=4),
+        _flat("v2", 4, 32768, q_len=8),
+        _cascade("c1", 16, 8192, 256),
+        _cascade("c2", 64, 8192, 256),
+        _cascade("c3", 64, 32768, 1024),
+        _cascade("c4", 256, 8192, 512),
+        _cascade("c5", 256, 32768, 128),
+        _cascade("c6", 1024, 2048, 128),
+        _cascade("c7", 8, 131072, 512),
+        Case("t1", ((1, 4096), (8, 2048), (64, 512))),
+        Case("t2", ((1, 8192), (4, 4096), (16, 1024), (128, 256))),
+        _cascade("s1", 64, 8192, 512, q_len=4),
+    )
+}

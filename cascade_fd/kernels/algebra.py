@@ -1,0 +1,81 @@
+"""The state algebra inside kernels. No other file does arithmetic on exp2, log2 or -inf.
+
+A running state is ``(m, l, acc)``: largest score, sum of exp2(score - m), and the same sum weighted with the values, all in
+float32. Scores are in log2 units; merges keep m in their input's base. Empty is ``m = -inf, l = 0, acc = 0``, and stays so.
+"""
+
+import triton
+import triton.language as tl
+
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def shift(m):
+    """What to subtract before exp2: m, or 0 where nothing was seen, so that -inf - (-inf) never happens."""
+    return tl.where(m == NEG_INF, 0.0, m)
+
+
+@triton.jit
+def fold_scores(m, l, acc, s, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``.
+
+    Without masks every score is finite, so the guard of ``shift`` is left out of the main loop.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    if MASKED:
+        base = shift(m_new)
+    else:
+        base = m_new
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(m - base)
+    l = l * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m_new, l, acc
+
+
+@triton.jit
+def fold_states(m, l, acc, x, o, unit):
+    """Add states along axis 0: ``x [S]`` (lse), ``o [S, D]``, to one row's ``m, l`` (scalars) and ``acc [D]``.
+
+    ``unit`` turns *differences* of lse into log2 units: large lse lose nothing to a conversion. What an empty state carries
+    as its output does not count, be it NaN.
+    """
+    m_new = tl.maximum(m, tl.max(x, 0))
+    base = shift(m_new)
+    w = tl.exp2((x - base) * unit)
+    alpha = tl.exp2((m - base) * unit)
+    o = tl.where((x == NEG_INF)[:, None], 0.0, o)
+    return m_new, l * alpha + tl.sum(w, 0), acc * alpha + tl.sum(w[:, None] * o, 0)
+
+
+@triton.jit
+def fold_one(m, l, acc, x, o, unit):
+    """Add one state to each row: ``x [R]``, ``o [R, D]``."""
+    m_new = tl.maximum(m, x)
+    base = shift(m_new)
+    w = tl.exp2((x - base) * unit)
+    alpha = tl.exp2((m - base) * unit)
+    o = tl.where((x == NEG_INF)[:, None], 0.0, o)
+    return m_new, l * alpha + w, acc * alpha[:, None] + w[:, None] * o
+
+
+@triton.jit
+def fold_mass(m, l, x, unit):
+    """Add probability without a value (an attention sink). Returns the new m and l and the factor for acc."""
+    m_new = tl.maximum(m, x)
+    base = shift(m_new)
+    alpha = tl.exp2((m - base) * unit)
+    return m_new, l * alpha + tl.exp2((x - base) * unit), alpha
+
+
+@triton.jit
+def inverse(l):
+    """1 / l, and 1 for the empty state, whose acc is 0."""
+    return 1.0 / tl.where(l == 0.0, 1.0, l)
+
+
+@triton.jit
+def log_sum(m, l, m_scale, log2_scale):
+    """The lse: m in the output's base plus log2(l) in it; -inf for the empty state."""
+    return tl.where(l == 0.0, NEG_INF, m * m_scale + tl.log2(tl.where(l == 0.0, 1.0, l)) * log2_scale)

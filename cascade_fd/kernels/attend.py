@@ -1,0 +1,172 @@
+"""Kernel 1: the attention state of one work item and one KV head per program (see ``planning.worklist.Launch``).
+
+The main loop runs over whole tiles that every row sees, without masks; a second loop takes the ragged and the causal end.
+"""
+
+import triton
+import triton.language as tl
+
+from cascade_fd.kernels.algebra import NEG_INF, fold_scores, inverse, log_sum
+from cascade_fd.kernels.launch import run
+from cascade_fd.kernels.loaders import key_offsets, load_tile, page_ids
+from cascade_fd.tiles import padded
+
+_INT32_MAX = 2**31 - 1
+
+
+@triton.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h"])
+def attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ids_ptr,
+    items_ptr,
+    lens_ptr,
+    row_first_ptr,
+    part_o_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_k_p,
+    stride_k_t,
+    stride_k_h,
+    stride_v_p,
+    stride_v_t,
+    stride_v_h,
+    stride_ids,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    qk_scale,
+    lse_scale,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Arguments as in ``Launch``; qk_scale puts scores in log2 units, lse_scale puts the output's lse in its base."""
+    item = items_ptr + (tl.program_id(0) // HKV) * 8
+    h = tl.program_id(0) % HKV
+    row0 = tl.load(item)
+    num_rows = tl.load(item + 1)
+    table_row = tl.load(item + 2).to(tl.int64)
+    start = tl.load(item + 3)
+    q_end = tl.load(item + 6)
+    state = tl.load(item + 7)
+    end = tl.load(lens_ptr + tl.load(item + 5))
+    stop = tl.minimum(tl.load(item + 4), end)
+
+    r = tl.arange(0, BLOCK_M)
+    token = (row0 + r) // G
+    head = h * G + (row0 + r) % G
+    row_ok = r < num_rows
+    q_offsets = token.to(tl.int64) * stride_q_t + head * stride_q_h
+    q = load_tile(q_ptr, q_offsets, row_ok, D, BLOCK_D, True)
+    # Row r sees keys below limit; all rows see keys below the first row's limit.
+    limit = tl.where(q_end > 0, tl.minimum(end - q_end + token + 1, stop), stop)
+    seen_by_all = tl.where(q_end > 0, tl.minimum(end - q_end + row0 // G + 1, stop), stop)
+    whole = start + tl.maximum(seen_by_all - start, 0) // BLOCK_N * BLOCK_N
+
+    k_ptr += h.to(tl.int64) * stride_k_h
+    v_ptr += h.to(tl.int64) * stride_v_h
+    if PAGE_SIZE == 0:
+        k_ptr += table_row * stride_k_p
+        v_ptr += table_row * stride_v_p
+    else:
+        ids_ptr += table_row * stride_ids
+
+    m = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    pos = start + tl.arange(0, BLOCK_N)
+    page = page_ids(ids_ptr, pos, stop, PAGE_SIZE)  # page ids are loaded one tile ahead
+    for _ in range(start, whole, BLOCK_N):
+        k_offsets = key_offsets(page, pos, stride_k_p, stride_k_t, PAGE_SIZE, WIDE)
+        v_offsets = key_offsets(page, pos, stride_v_p, stride_v_t, PAGE_SIZE, WIDE)
+        pos += BLOCK_N
+        page = page_ids(ids_ptr, pos, stop, PAGE_SIZE)
+        k = load_tile(k_ptr, k_offsets, pos, D, BLOCK_D, False)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
+        v = load_tile(v_ptr, v_offsets, pos, DV, BLOCK_DV, False)
+        m, l, acc = fold_scores(m, l, acc, s, v, False, PRECISION)
+    for n0 in tl.range(whole, stop, BLOCK_N, num_stages=1):
+        pos = n0 + tl.arange(0, BLOCK_N)
+        page = page_ids(ids_ptr, pos, stop, PAGE_SIZE)
+        k_offsets = key_offsets(page, pos, stride_k_p, stride_k_t, PAGE_SIZE, WIDE)
+        v_offsets = key_offsets(page, pos, stride_v_p, stride_v_t, PAGE_SIZE, WIDE)
+        k = load_tile(k_ptr, k_offsets, pos < stop, D, BLOCK_D, True)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
+        s = tl.where(pos[None, :] < limit[:, None], s, NEG_INF)
+        v = load_tile(v_ptr, v_offsets, pos < stop, DV, BLOCK_DV, True)
+        m, l, acc = fold_scores(m, l, acc, s, v, True, PRECISION)
+
+    o = acc * inverse(l)[:, None]
+    lse = log_sum(m, l, 1.0, 1.0)
+    d = tl.arange(0, BLOCK_DV)
+    o_ok = row_ok[:, None] & (d < DV)[None, :]
+    if state < 0:  # the only state of these rows: straight to the output
+        o_offsets = token.to(tl.int64) * stride_out_t + head * stride_out_h
+        tl.store(out_ptr + o_offsets[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=o_ok)
+        lse_offsets = token.to(tl.int64) * stride_lse_t + head.to(tl.int64) * stride_lse_h
+        tl.store(lse_ptr + lse_offsets, lse * lse_scale, mask=row_ok)
+    else:
+        slot = tl.load(row_first_ptr + token, mask=row_ok, other=0).to(tl.int64) + state
+        part = slot * (HKV * G) + head
+        tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok)
+        tl.store(part_lse_ptr + part, lse, mask=row_ok)
+
+
+def launch_attend(q, store, plan, launch, partials, out, qk_scale, lse_scale):
+    """Launch one level. ``partials`` is contiguous ``[slots, Hq, Dv]`` float32 in base 2; ``out`` has any strides."""
+    shape, tile, k, v = plan.shape, launch.tile, store.k, store.v
+    run(
+        attend_kernel,
+        (len(launch.items) * shape.num_kv_heads,),
+        q,
+        k,
+        v,
+        launch.items if launch.ids is None else launch.ids,
+        launch.items,
+        launch.lens,
+        plan.row_first,
+        partials.o,
+        partials.lse,
+        out.o,
+        out.lse,
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        launch.table_stride,
+        *out.o.stride()[:2],
+        *out.lse.stride(),
+        qk_scale,
+        lse_scale,
+        HKV=shape.num_kv_heads,
+        G=shape.group,
+        D=shape.head_dim,
+        DV=shape.v_head_dim,
+        PAGE_SIZE=launch.page_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=padded(shape.head_dim),
+        BLOCK_DV=padded(shape.v_head_dim),
+        WIDE=max(_reach(k), _reach(v)) > _INT32_MAX,
+        PRECISION="ieee" if q.element_size() == 4 else "tf32",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _reach(x):
+    """Largest element offset inside one KV head of a store (dense rows have their start in the base pointer)."""
+    return (x.shape[0] - 1) * abs(x.stride(0)) + (x.shape[1] - 1) * abs(x.stride(1)) + x.shape[3]

@@ -1,0 +1,203 @@
+"""Kernel 2: exact merges of states, ragged n-way and pairwise. lse comes in any declared base and leaves in any.
+
+Rows of both kernels are numbered on the grid's first axis alone, which holds 2^31 - 1 programs.
+"""
+
+import triton
+import triton.language as tl
+
+from cascade_fd.kernels.algebra import NEG_INF, fold_mass, fold_one, fold_states, inverse, log_sum
+from cascade_fd.kernels.launch import run
+from cascade_fd.state import base_factor
+from cascade_fd.tiles import padded
+
+_STRIDES = ["stride_lse_t", "stride_lse_h"]
+
+
+@triton.jit(do_not_specialize=["stride_part_lse_n", "stride_part_lse_h", *_STRIDES])
+def merge_rows_kernel(
+    part_o_ptr,
+    part_lse_ptr,
+    indptr_ptr,
+    rows_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_part_o_n,
+    stride_part_o_h,
+    stride_part_lse_n,
+    stride_part_lse_h,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    unit,
+    m_scale,
+    log2_scale,
+    sink_scale,
+    H: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):
+    """One output row, one head and BLOCK_D columns per program; BLOCK_S states in flight, in index order."""
+    COLUMNS: tl.constexpr = (DV + BLOCK_D - 1) // BLOCK_D
+    d = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
+    h = tl.program_id(0) // COLUMNS % H
+    i = tl.program_id(0) // (COLUMNS * H)
+    first = tl.load(indptr_ptr + i)
+    last = tl.load(indptr_ptr + i + 1)
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + i).to(tl.int64)
+    else:
+        row = i.to(tl.int64)
+    m = NEG_INF + tl.zeros([], tl.float32)
+    l = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for s0 in range(first, last, BLOCK_S):
+        s = s0 + tl.arange(0, BLOCK_S)
+        slot = s.to(tl.int64)
+        x = tl.load(part_lse_ptr + slot * stride_part_lse_n + h * stride_part_lse_h, mask=s < last, other=NEG_INF)
+        o_ptrs = part_o_ptr + (slot * stride_part_o_n + h * stride_part_o_h)[:, None] + d[None, :]
+        o = tl.load(o_ptrs, mask=(s < last)[:, None] & (d < DV)[None, :], other=0.0)
+        m, l, acc = fold_states(m, l, acc, x, o.to(tl.float32), unit)
+    if HAS_SINK:
+        m, l, alpha = fold_mass(m, l, tl.load(sink_ptr + h).to(tl.float32) * sink_scale, unit)
+        acc *= alpha
+    o = (acc * inverse(l)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * stride_out_t + h * stride_out_h + d, o, mask=d < DV)
+    tl.store(lse_ptr + row * stride_lse_t + h.to(tl.int64) * stride_lse_h, log_sum(m, l, m_scale, log2_scale))
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_a_lse_t", "stride_a_lse_h", "stride_b_lse_t", "stride_b_lse_h", *_STRIDES])
+def merge_pair_kernel(
+    a_o_ptr,
+    a_lse_ptr,
+    b_o_ptr,
+    b_lse_ptr,
+    mask_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_a_t,
+    stride_a_h,
+    stride_a_lse_t,
+    stride_a_lse_h,
+    stride_b_t,
+    stride_b_h,
+    stride_b_lse_t,
+    stride_b_lse_h,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    num_rows,
+    b_scale,
+    unit,
+    m_scale,
+    log2_scale,
+    sink_scale,
+    H: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):
+    """BLOCK_R rows (of T * H) per program. ``out`` may be ``a``: a program reads its rows before it writes them."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_D)
+    t, h = r // H, r % H
+    ok = r < num_rows
+    if HAS_MASK:
+        ok = ok & (tl.load(mask_ptr + t, mask=ok, other=0) != 0)
+    tile_ok = ok[:, None] & (d < DV)[None, :]
+    x = tl.load(a_lse_ptr + t * stride_a_lse_t + h * stride_a_lse_h, mask=ok, other=NEG_INF)
+    o = tl.load(a_o_ptr + (t * stride_a_t + h * stride_a_h)[:, None] + d[None, :], mask=tile_ok, other=0.0)
+    y = tl.load(b_lse_ptr + t * stride_b_lse_t + h * stride_b_lse_h, mask=ok, other=NEG_INF) * b_scale
+    p = tl.load(b_o_ptr + (t * stride_b_t + h * stride_b_h)[:, None] + d[None, :], mask=tile_ok, other=0.0)
+    m = tl.full([BLOCK_R], NEG_INF, tl.float32)
+    l = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    m, l, acc = fold_one(m, l, acc, x, o.to(tl.float32), unit)
+    m, l, acc = fold_one(m, l, acc, y, p.to(tl.float32), unit)
+    if HAS_SINK:
+        m, l, alpha = fold_mass(m, l, tl.load(sink_ptr + h, mask=ok, other=0.0).to(tl.float32) * sink_scale, unit)
+        acc *= alpha[:, None]
+    o = (acc * inverse(l)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (t * stride_out_t + h * stride_out_h)[:, None] + d[None, :], o, mask=tile_ok)
+    tl.store(lse_ptr + t * stride_lse_t + h * stride_lse_h, log_sum(m, l, m_scale, log2_scale), mask=ok)
+
+
+def _scales(source, target):
+    """Factors: lse differences to log2 units, m to the target base, log2 to the target base, sink logits to the source base."""
+    return (
+        base_factor(source, "2"),
+        base_factor(source, target),
+        base_factor("2", target),
+        base_factor("e", source),
+    )
+
+
+def launch_merge_rows(partials, rows, out, sink, tile):
+    """Merge ``len(rows)`` rows of ``partials`` into ``out``."""
+    H, DV = out.o.shape[1:]
+    run(
+        merge_rows_kernel,
+        (len(rows) * H * -(-DV // tile.block_d),),
+        partials.o,
+        partials.lse,
+        rows.indptr,
+        rows.indptr if rows.rows is None else rows.rows,
+        partials.lse if sink is None else sink,
+        out.o,
+        out.lse,
+        *partials.o.stride()[:2],
+        *partials.lse.stride(),
+        *out.o.stride()[:2],
+        *out.lse.stride(),
+        *_scales(partials.base, out.base),
+        H=H,
+        DV=DV,
+        BLOCK_S=tile.block_s,
+        BLOCK_D=tile.block_d,
+        HAS_ROWS=rows.rows is not None,
+        HAS_SINK=sink is not None,
+        num_warps=tile.num_warps,
+    )
+
+
+def launch_merge_pair(a, b, out, mask, sink):
+    """Merge two states of the same rows."""
+    T, H, DV = out.o.shape
+    block_r = max(1, 1024 // padded(DV))
+    run(
+        merge_pair_kernel,
+        (-(-T * H // block_r),),
+        a.o,
+        a.lse,
+        b.o,
+        b.lse,
+        a.lse if mask is None else mask,
+        a.lse if sink is None else sink,
+        out.o,
+        out.lse,
+        *a.o.stride()[:2],
+        *a.lse.stride(),
+        *b.o.stride()[:2],
+        *b.lse.stride(),
+        *out.o.stride()[:2],
+        *out.lse.stride(),
+        T * H,
+        base_factor(b.base, a.base),
+        *_scales(a.base, out.base),
+        H=H,
+        DV=DV,
+        BLOCK_R=block_r,
+        BLOCK_D=padded(DV),
+        HAS_MASK=mask is not None,
+        HAS_SINK=sink is not None,
+        num_warps=4,
+    )

@@ -1,0 +1,94 @@
+"""Every kernel variant that a set of model shapes can launch, compiled for a named GPU. ``cascade-fd compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cascade_fd.hardware import Hardware
+from cascade_fd.kv import DenseKV, KVStore, PagedKV, PageTable
+from cascade_fd.ops.attend import attend
+from cascade_fd.ops.merge import merge, merge_, merge_ragged
+from cascade_fd.planning.planner import plan
+from cascade_fd.state import AttentionState
+from cascade_fd.tree import Level, PrefixTree
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model shape with one kind of cache; ``batches`` are (requests, rows per request) that reach different tiles."""
+
+    name: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int  # 0: dense
+    batches: tuple[tuple[int, int], ...] = ((2, 1), (2, 8), (16, 1), (64, 1))
+
+
+CASES = (
+    Case("llama 8B bf16, page 16", 32, 8, 128, torch.bfloat16, 16),
+    Case("llama 8B fp16, page 1", 32, 8, 128, torch.float16, 1, ((2, 1), (64, 1))),
+    Case("llama 8B bf16, dense", 32, 8, 128, torch.bfloat16, 0, ((2, 1), (64, 1))),
+    Case("smollm2 fp32, dense", 9, 3, 64, torch.float32, 0, ((2, 1), (16, 1))),
+    Case("qwen2 G=7 bf16, page 16", 28, 4, 128, torch.bfloat16, 16, ((2, 1),)),
+    Case("gemma bf16 D=256, page 64", 16, 8, 256, torch.bfloat16, 64, ((2, 1), (64, 1))),
+    Case("phi-2 bf16 D=80, page 16", 32, 32, 80, torch.bfloat16, 16, ((2, 1), (64, 1))),
+)
+
+
+def launch_all(case: Case, hw: Hardware) -> None:
+    """Run one shared and one private level, and the merges, of ``case`` on meta tensors."""
+    store = _store(case)
+    for B, q_len in case.batches:
+        levels = [Level([0, B], [1 << 14], _table(case, 1)), Level(range(B + 1), [1 << 14] * B, _table(case, B))]
+        tree = PrefixTree.from_levels(levels, q_lens=q_len)
+        made = plan(
+            tree,
+            num_q_heads=case.num_q_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            dtype=case.dtype,
+            device="meta",
+            hardware=hw,
+        )
+        q = torch.empty(B * q_len, case.num_q_heads, case.head_dim, dtype=case.dtype, device="meta")
+        state = attend(q, store, made, backend="triton")
+    _merges(state)
+
+
+def _merges(state: AttentionState) -> None:
+    sink = torch.empty(state.num_heads, device="meta")
+    mask = torch.empty(state.num_rows, dtype=torch.bool, device="meta")
+    merge(state, state, backend="triton")
+    merge(state, state, sink=sink, backend="triton")
+    merge_(state, state, mask=mask, backend="triton")
+    merge(state, state, state, sink=sink, backend="triton")
+    for most in (2, 32, 256):
+        merge_ragged(state, torch.empty(9, dtype=torch.int64, device="meta"), max_states=most, backend="triton")
+
+
+def _store(case: Case) -> KVStore:
+    rows, tokens = (1 << 20, case.page_size) if case.page_size else (64, 1 << 14)
+    k = torch.empty(rows, tokens, case.num_kv_heads, case.head_dim, dtype=case.dtype, device="meta")
+    return PagedKV(k, k) if case.page_size else DenseKV(k, k)
+
+
+def _table(case: Case, rows: int) -> PageTable | None:
+    if not case.page_size:
+        return None
+    ids = torch.empty(rows, (1 << 14) // case.page_size, dtype=torch.int32, device="meta")
+    return PageTable.from_block_table(ids, case.page_size)
+
+
+def compile_case(case: Case, hw: Hardware) -> Iterator[tuple[Case, object]]:
+    """All variants of ``case`` for ``hw``, described; each variant once."""
+    from cascade_fd.kernels.aot import describe, target
+
+    with target(hw) as compiled:
+        launch_all(case, hw)
+    for kernel in {k.hash: k for k in compiled}.values():
+        yield case, describe(kernel)

@@ -1,0 +1,1 @@
+"""What every backend must do, as tests that take a ``target`` fixture; each test folder runs them on its own backend."""

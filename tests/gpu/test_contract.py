@@ -1,0 +1,6 @@
+"""The contract of every backend, on this folder's target."""
+
+from tests.contract.cascade import *  # noqa: F403
+from tests.contract.decode import *  # noqa: F403
+from tests.contract.golden import *  # noqa: F403
+from tests.contract.merging import *  # noqa: F403

@@ -1,0 +1,107 @@
+"""What only a GPU can show: 64-bit offsets, large grids, graph replays, one compilation for all batch sizes."""
+
+import pytest
+import torch
+
+import cascade_fd as cf
+from cascade_fd import Level, PrefixTree
+from cascade_fd.bench.cases import CASES
+from cascade_fd.bench.workload import build
+from cascade_fd.testing import inputs
+
+
+def test_page_offsets_beyond_int32(target):
+    """A small pool with a huge page stride: page * stride exceeds 2^31 elements."""
+    m = target.model(num_kv_heads=1, num_q_heads=2, head_dim=64, v_head_dim=64)
+    contexts = inputs.contexts(m, [20, 37])
+    store, table = inputs.paged(contexts, 16, extra=1)
+    pages = store.num_rows
+    stride = 2**31 // (pages - 2) // 64 * 64
+    pools = []
+    for part in (store.k, store.v):
+        room = torch.zeros((pages - 1) * stride + 16 * 64, dtype=m.dtype, device="cuda")
+        pool = room.as_strided((pages, 16, 1, 64), (stride, 64, 64, 1))
+        pool.copy_(part)
+        pools.append(pool)
+    q = target.queries(m, 2)
+    for num_splits in (1, 2):
+        state = cf.decode(q, cf.PagedKV(*pools), block_table=table.cuda(), seq_lens=[20, 37], num_splits=num_splits)
+        target.check(state, q, contexts)
+
+
+@pytest.mark.parametrize("form", ["pair", "many", "ragged"])
+def test_more_rows_than_a_grid_axis_holds(target, form):
+    states = [target.state(70_001, 3, 40, seed=i) for i in range(3)]
+    if form == "pair":
+        target.check_merge(cf.merge(*states[:2]), states[:2])
+    elif form == "many":
+        target.check_merge(cf.merge(*states), states)
+    else:
+        flat = cf.AttentionState.stack(states)
+        target.check_merge(cf.merge_ragged(flat, torch.arange(0, len(flat) + 1, 3, device="cuda")), states)
+
+
+def test_many_requests(target):
+    m = target.model(num_q_heads=2, num_kv_heads=2, head_dim=16, v_head_dim=16)
+    k = torch.randn(40_000, 3, 2, 16, device="cuda", dtype=m.dtype)
+    q = torch.randn(40_000, 2, 16, device="cuda", dtype=m.dtype)
+    got = cf.decode(q, k, k)
+    want = cf.decode(q, k, k, backend="reference")
+    torch.testing.assert_close(got.o, want.o, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-3, atol=1e-3)
+
+
+def test_graph_replay_follows_the_lengths(target):
+    """Captured at short lengths, replayed at long ones, with finished requests in between."""
+    m = target.model()
+    prefix, *full = inputs.contexts(m, [100, 400, 400, 400])
+    k, v = target.put(inputs.dense(full))
+    stores = [cf.DenseKV(*target.put(prefix)), cf.DenseKV(k, v)]
+    tree = PrefixTree.from_levels([Level([0, 3], [100]), Level(range(4), [4, 9, 1])])
+    plan = cf.plan(tree, num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=m.dtype, device="cuda", split=5, max_new_tokens=391)
+    q = target.queries(m, 3)
+    cf.attend(q, stores, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state = cf.attend(q, stores, plan)
+    for lens in ([4, 9, 1], [395, 400, 392], [0, 64, 392], [63, 65, 0]):
+        plan.set_lengths(torch.tensor(lens, device="cuda"))
+        graph.replay()
+        contexts = inputs.join(prefix, [(a[:t], b[:t]) for (a, b), t in zip(full, lens, strict=True)])
+        target.check(state, q, contexts)
+
+
+def test_one_compilation_serves_all_batches():
+    """Batch size, lengths, rows, table width and split count are run-time values."""
+    from cascade_fd.kernels.attend import attend_kernel
+    from cascade_fd.kernels.merge import merge_rows_kernel
+
+    def variants():
+        return sum(len(c[0]) for kernel in (attend_kernel, merge_rows_kernel) for c in kernel.device_caches.values())
+
+    def run(B, T, splits):
+        k = torch.randn(B * T // 16, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+        table = torch.randperm(B * T // 16, device="cuda").view(B, -1).int()
+        q = torch.randn(B, 8, 64, device="cuda", dtype=torch.bfloat16)
+        cf.decode(q, cf.PagedKV(k, k), block_table=table, seq_lens=[T] * B, num_splits=splits)
+
+    run(3, 256, 3)
+    before = variants()
+    for B, T, splits in ((1, 304, 3), (2, 16 * 7, 4), (16, 16 * 9, 3), (17, 1024, 4)):
+        run(B, T, splits)
+    assert variants() == before
+
+
+@pytest.mark.parametrize("name", ["d3", "v1", "c2", "t1"])
+def test_benchmark_cases_are_right(name):
+    assert build(CASES[name], torch.device("cuda"), torch.bfloat16).error() < 4e-3
+
+
+def test_reference_backend_on_the_gpu(target):
+    m = target.model()
+    contexts = inputs.contexts(m, [30, 0, 65])
+    store, table = inputs.paged(contexts, 4)
+    q = target.queries(m, 3)
+    state = cf.decode(q, target.put(store), block_table=table.cuda(), seq_lens=[30, 0, 65], num_splits=2, backend="reference")
+    target.check(state, q, contexts)
