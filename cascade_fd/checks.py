@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -77,3 +78,20 @@ def check_group(num_q_heads: int, num_kv_heads: int) -> int:
             f"num_q_heads: expected a multiple of the number of KV heads (Hkv={num_kv_heads}), got Hq={num_q_heads}"
         )
     return num_q_heads // num_kv_heads
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """A Python or NumPy integer within ``[low, high]``; bool is not one."""
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        span = f"of at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name}: expected an integer {span}, got {value!r}")
+    return int(value)
+
+
+def check_no_grad(**tensors: torch.Tensor) -> None:
+    """The kernels have no backward pass; refuse rather than return a result that silently has no gradient."""
+    if torch.is_grad_enabled():
+        names = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        if names:
+            raise UnsupportedError("a gradient", [f"{', '.join(names)} requires grad; call under torch.no_grad()"])

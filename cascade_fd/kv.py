@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_dtype, check_last_axis, check_same, check_shape
+from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_dtype, check_int, check_last_axis, check_same, check_shape
 
 LAYOUTS = ("NHD", "HND")
 
@@ -94,7 +94,8 @@ def _canonical(k: tuple[str, Any], v: tuple[str, Any], axes: str, kv_layout: str
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """The caller's own page ids, and where in them each table row starts. Ids are never copied into a plan.
+    """The caller's own page ids, and where in them each table row starts. Ids are never copied into a plan, except that a
+    plan for a GPU brings ids from the host over once: keep them on the GPU if pages are to be appended later.
 
     Token p of row r is in page ``ids[starts[r] * stride + p // page_size]``.
 
@@ -113,8 +114,7 @@ class PageTable:
     widths: np.ndarray
 
     def __post_init__(self) -> None:
-        if not isinstance(self.page_size, int) or self.page_size < 1:
-            raise ValueError(f"page_size: expected an integer of at least 1, got {self.page_size!r}")
+        check_int("page_size", self.page_size, 1)
 
     @property
     def num_rows(self) -> int:

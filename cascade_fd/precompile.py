@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from cascade_fd.hardware import Hardware
+from cascade_fd.checks import check_choice
+from cascade_fd.hardware import PRESETS, Hardware
 from cascade_fd.kv import DenseKV, KVStore, PagedKV, PageTable
 from cascade_fd.ops.attend import attend
 from cascade_fd.ops.merge import merge, merge_, merge_ragged
 from cascade_fd.planning.planner import plan
 from cascade_fd.state import AttentionState
 from cascade_fd.tree import Level, PrefixTree
+
+if TYPE_CHECKING:
+    from cascade_fd.kernels.aot import Compiled
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @dataclass(frozen=True)
@@ -84,11 +95,41 @@ def _table(case: Case, rows: int) -> PageTable | None:
     return PageTable.from_block_table(ids, case.page_size)
 
 
-def compile_case(case: Case, hw: Hardware) -> Iterator[tuple[Case, object]]:
-    """All variants of ``case`` for ``hw``, described; each variant once."""
+def compile_case(case: Case, arch: str) -> list[Compiled]:
+    """All variants of ``case`` for ``arch`` ("sm_90", "gfx942", ...), each once. Needs no GPU."""
     from cascade_fd.kernels.aot import describe, target
 
-    with target(hw) as compiled:
-        launch_all(case, hw)
-    for kernel in {k.hash: k for k in compiled}.values():
-        yield case, describe(kernel)
+    check_choice("target", arch, ARCHS)
+    with target(PRESETS[arch]) as compiled:
+        launch_all(case, PRESETS[arch])
+    return [describe(kernel) for kernel in {k.hash: k for k in compiled}.values()]
+
+
+def problems(variant: Compiled, arch: str) -> list[str]:
+    """What would make a variant fail to launch, or crawl."""
+    found = []
+    if variant.shared > PRESETS[arch].smem:
+        found.append(f"{variant.shared} bytes of shared memory, the device has {PRESETS[arch].smem}")
+    if variant.spills:
+        found.append(f"{variant.spills} bytes spilled")
+    if variant.name == "attend_kernel" and variant.load_bytes < 16:
+        found.append(f"keys and values are loaded {variant.load_bytes} bytes at a time")
+    return found
+
+
+def run(archs: Sequence[str], jobs: int | None = None) -> int:
+    """Compile every case for every target on all cores, print a table; the exit status is the number of problems, capped."""
+    table = Table("target", "case", "kernel", "warps", "registers", "spills", "shared", "load", title="compiled, not run")
+    bad: list[str] = []
+    work = [(case, arch) for arch in archs for case in CASES]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for (case, arch), variants in zip(work, pool.map(compile_case, *zip(*work, strict=True)), strict=True):
+            for variant in sorted(set(variants), key=str):
+                table.add_row(arch, case.name, *variant.cells())
+                bad += [f"{arch}, {case.name}, {variant.name}: {text}" for text in problems(variant, arch)]
+    console = Console(width=120)
+    console.print(table)
+    for text in bad:
+        console.print(f"[red]{text}[/red]")
+    console.print(f"{len(table.rows)} kinds of variant, {len(bad)} problems")
+    return min(len(bad), 1)

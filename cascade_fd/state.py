@@ -119,7 +119,7 @@ class AttentionState:
 
     def __getitem__(self, rows: slice | torch.Tensor | Sequence[int]) -> AttentionState:
         """Select rows with a slice (a view), a list, or an index or bool tensor (a copy)."""
-        if not isinstance(rows, (slice, torch.Tensor, list, tuple, range)):
+        if not isinstance(rows, (slice, torch.Tensor, list, range)):
             raise TypeError(f"rows: expected a slice, a list or a tensor, got {type(rows).__name__}; use state[i:i+1]")
         index: Any = rows if isinstance(rows, (slice, torch.Tensor)) else list(rows)
         return AttentionState(self.o[index], self.lse[index], self.base)

@@ -29,12 +29,13 @@ class AttendTile:
     num_stages: int
     per_sm: int
 
-    def smem(self, head_dims: tuple[int, int], itemsize: int) -> int:
-        """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (from 64 rows on) q."""
-        wide = self.block_m >= 64  # warp-group MMA keeps one more stage, and q in shared memory
-        stages = self.num_stages if wide else max(1, self.num_stages - 1)
-        rows = stages * self.block_n * sum(map(padded, head_dims)) + self.block_m * padded(head_dims[0])
-        return rows * itemsize + 4096
+    def smem(self, hw: Hardware, head_dims: tuple[int, int], itemsize: int) -> int:
+        """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (on NVIDIA) q."""
+        amd = hw.arch.startswith("gfx")
+        warp_group = self.block_m >= 64 and not amd  # warp-group MMA keeps one more stage
+        stages = self.num_stages if warp_group else max(1, self.num_stages - 1)
+        elements = stages * self.block_n * sum(map(padded, head_dims)) + (0 if amd else self.block_m * padded(head_dims[0]))
+        return elements * itemsize + 4096
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,26 @@ class MergeTile:
     num_warps: int
 
 
-# (arch, bytes per element) -> tiles by rows. Hopper, 2 bytes: measured on an H200 with D = 128, page 16 (2026-11-29).
+# (arch, bytes per element) -> tiles, by rows, then by how many fit an SM.
+# sm_90, 2 bytes: measured on an H200, D = 128, page 16, 2026-11-29 (benchmarks/NOTES.md). Of 16 and 32 rows there are two:
+# three stages and two programs per SM read fastest when that holds all the work; else two stages and four per SM, which
+# keep batches of up to 528 programs in one wave (d4: 240 us against 279).
 _ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
-    ("sm_90", 2): (AttendTile(16, 64, 2, 3, 2), AttendTile(32, 64, 2, 3, 2), AttendTile(64, 64, 4, 3, 2),
-                   AttendTile(128, 64, 8, 3, 1)),
+    ("sm_90", 2): (
+        AttendTile(16, 64, 2, 3, 2),
+        AttendTile(16, 64, 2, 2, 4),
+        AttendTile(32, 64, 2, 3, 2),
+        AttendTile(32, 64, 2, 2, 4),
+        AttendTile(64, 64, 4, 3, 1),
+        AttendTile(128, 64, 8, 3, 1),
+    ),
     ("sm_80", 2): (AttendTile(16, 64, 2, 3, 2), AttendTile(32, 64, 2, 3, 2), AttendTile(64, 64, 4, 3, 1)),
     ("gfx942", 2): (AttendTile(16, 32, 2, 2, 2), AttendTile(32, 32, 2, 2, 2), AttendTile(64, 32, 4, 2, 1)),
     ("cpu", 2): (AttendTile(16, 32, 4, 1, 1), AttendTile(64, 32, 4, 1, 1)),
     ("any", 2): (AttendTile(16, 64, 4, 2, 2), AttendTile(64, 64, 4, 2, 1)),
     ("cpu", 4): (AttendTile(16, 32, 4, 1, 1), AttendTile(64, 32, 4, 1, 1)),
     ("any", 4): (AttendTile(16, 32, 4, 2, 2), AttendTile(32, 32, 4, 2, 1)),
-}  # fmt: skip
+}
 
 
 def padded(dim: int) -> int:
@@ -64,12 +74,17 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int) -> AttendTile:
-    """The smallest tile that holds ``rows`` packed rows (or the largest there is), shrunk until its pipeline fits."""
+def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int, programs: int = 1) -> AttendTile:
+    """The smallest tile that holds ``rows`` packed rows, or the largest there is, shrunk until its pipeline fits.
+
+    Of tiles with as many rows, the first that can have ``programs`` resident at once, or the last.
+    """
     size = dtype.itemsize
     tiles = _ATTEND.get((hw.arch, size)) or _ATTEND["any", size]
-    tile = next((t for t in tiles if t.block_m >= rows), tiles[-1])
-    while tile.smem(head_dims, size) * tile.per_sm > 1.04 * hw.smem and tile.block_n > 16:
+    block_m = next((t.block_m for t in tiles if t.block_m >= rows), tiles[-1].block_m)
+    same = [t for t in tiles if t.block_m == block_m]
+    tile = next((t for t in same if t.per_sm * hw.num_sms >= programs), same[-1])
+    while tile.smem(hw, head_dims, size) * tile.per_sm > hw.smem and tile.block_n > 16:
         tile = replace(tile, block_n=tile.block_n // 2)
     return tile
 

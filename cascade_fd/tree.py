@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cascade_fd.checks import check_int
 from cascade_fd.kv import PageTable, check_indptr, host_ints
 
 
@@ -153,7 +154,8 @@ def _check_nesting(ptrs: Sequence[np.ndarray], B: int) -> None:
 
 
 def _q_indptr(q_lens: Any, B: int) -> np.ndarray:
-    lens = np.full(B, q_lens, np.int64) if isinstance(q_lens, int) else host_ints("q_lens", q_lens)
+    one = isinstance(q_lens, (int, np.integer))
+    lens = np.full(B, check_int("q_lens", q_lens, 0), np.int64) if one else host_ints("q_lens", q_lens)
     if len(lens) != B or (lens < 0).any():
         raise ValueError(f"q_lens: expected {B} row counts of at least 0, got {lens[:8].tolist()}")
     return np.concatenate(([0], np.cumsum(lens)))

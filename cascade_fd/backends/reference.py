@@ -148,7 +148,14 @@ def _gather(items: torch.Tensor, launch: Launch, store: KVStore) -> tuple[torch.
     if launch.ids is not None:
         entry = row * launch.table_stride + token // launch.page_size
         row, token = _entries(launch.ids, entry).long(), token % launch.page_size
+        _check_pages(row, store)
     return store.k[row, token], store.v[row, token], position
+
+
+def _check_pages(page: torch.Tensor, store: KVStore) -> None:
+    """On the CPU a look is free; tables may have changed since they were planned, and -1 would wrap around."""
+    if page.device.type == "cpu" and not (page.min() >= 0 and page.max() < store.num_rows):
+        raise ValueError(f"block_table: expected page ids in [0, {store.num_rows}), got {int(page.min())}..{int(page.max())}")
 
 
 def _entries(ids: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:

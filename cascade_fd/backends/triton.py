@@ -19,7 +19,7 @@ from cascade_fd.tiles import merge_tile
 def partial_states(
     q: torch.Tensor, stores: Sequence[KVStore], plan: Plan, sm_scale: float, out: AttentionState
 ) -> AttentionState:
-    """See ``reference.partial_states``. Partials are in base 2 and hold garbage in slots that no item writes (there are none)."""
+    """See ``reference.partial_states``. Partials are in base 2; every slot is written by exactly one item."""
     _check_device(q, multiplies=True)
     shape = plan.shape
     o = torch.empty(plan.num_slots, shape.num_q_heads, shape.v_head_dim, dtype=torch.float32, device=q.device)

@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-SYSTEM = "You answer questions about the following handbook. Answer in one short sentence, with facts from the handbook.\n\n"
-
 
 @dataclass(frozen=True)
 class Task:
     """What the model is given.
 
     Attributes:
-        prompt: ``[1, P]`` ids of the shared part: system message and handbook.
-        questions: the private parts as text.
-        private: their ids in the chat format: the question's turn and the header of the answer. ``[n]`` each.
+        prompt: ``[1, P]`` ids of the shared part: the model's system message, and the user's turn as far as the handbook goes.
+        questions: what each request asks.
+        private: the rest of each request: its question, and the header of the answer. ``[n]`` ids each.
     """
 
     prompt: torch.Tensor
@@ -41,17 +39,20 @@ def read(name: str) -> str:
 
 
 def make_task(tokenizer: Any, num_questions: int, device: torch.device) -> Task:
-    """Tokenize the shared part and the private parts on their own; chat markers are single tokens, so nothing merges across."""
+    """The shared part and the private parts, tokenized apart, so that the shared ids are the same for all."""
     questions = read("questions.txt").splitlines()[:num_questions]
-    system = [{"role": "system", "content": SYSTEM + read("handbook.txt")}]
-    shared = tokenizer.apply_chat_template(system, tokenize=False)
-    private = []
-    for question in questions:
-        chat = [*system, {"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert text.startswith(shared), "the chat template does not keep the system message first"
-        private.append(_ids(tokenizer, text.removeprefix(shared), device))
+    handbook = read("handbook.txt")
+    chats = [_chat(tokenizer, f"{handbook}\nUsing the text above, answer this question: {q}") for q in questions]
+    shared = chats[0][: chats[0].index(handbook) + len(handbook) + 1]
+    assert all(chat.startswith(shared) for chat in chats)
+    private = [_ids(tokenizer, chat.removeprefix(shared), device) for chat in chats]
     return Task(_ids(tokenizer, shared, device)[None], questions, private)
+
+
+def _chat(tokenizer: Any, message: str) -> str:
+    """One user turn in the model's chat format, with the system message of its template and the header of an answer."""
+    turns = [{"role": "user", "content": message}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
 def _ids(tokenizer: Any, text: str, device: torch.device) -> torch.Tensor:

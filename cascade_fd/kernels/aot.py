@@ -33,7 +33,7 @@ class Compiled:
         registers: per thread; None where no tool here can tell.
         spills: bytes of local memory (NVIDIA) or spilled registers (AMD) per thread; None likewise.
         shared: bytes of shared memory per program.
-        wide_loads: whether every bulk global load (in the NVIDIA pipeline: async copy) moves 16 bytes.
+        load_bytes: width of the narrowest async copy (NVIDIA), or, without any, of the widest global load.
     """
 
     name: str
@@ -41,7 +41,12 @@ class Compiled:
     registers: int | None
     spills: int | None
     shared: int
-    wide_loads: bool
+    load_bytes: int
+
+    def cells(self) -> tuple[str, ...]:
+        """The columns of a printed table."""
+        unknown = ["?" if n is None else str(n) for n in (self.registers, self.spills)]
+        return self.name, str(self.num_warps), *unknown, str(self.shared), f"{self.load_bytes} B"
 
 
 class _StandIn:
@@ -93,20 +98,22 @@ def describe(kernel: Any) -> Compiled:
     meta = kernel.metadata
     if "cubin" in kernel.asm:
         registers, spills = _cuda_resources(kernel.asm["cubin"])
-        wide = _cuda_wide(kernel.asm["ptx"])
+        width = _cuda_load_bytes(kernel.asm["ptx"])
     else:
         text = kernel.asm["amdgcn"]
         registers, spills = (_number(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
-        wide = bool(re.search(r"(global|buffer)_load_(dwordx4|b128)", text))
-    return Compiled(meta.name, meta.num_warps, registers, spills, meta.shared, wide)
+        widths = {"dwordx4": 16, "b128": 16, "dwordx2": 8, "b64": 8}
+        found = re.findall(r"(?:global|buffer)_load_(dwordx[24]|b128|b64)", text)
+        width = max((widths[w] for w in found), default=4)
+    return Compiled(meta.name, meta.num_warps, registers, spills, meta.shared, width)
 
 
-def _cuda_wide(ptx: str) -> bool:
-    """16-byte async copies and no narrower ones; a kernel without a pipeline needs one 16-byte global load."""
+def _cuda_load_bytes(ptx: str) -> int:
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x[0-9a-f]+|\d+)", ptx)
     if copies:
-        return all(int(size, 0) == 16 for size in copies)
-    return bool(re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx))
+        return min(int(size, 0) for size in copies)
+    vectors = re.findall(r"ld\.global\S*?\.v([248])\.b(\d+)", ptx)
+    return max((int(n) * int(bits) // 8 for n, bits in vectors), default=4)
 
 
 def _cuda_resources(cubin: bytes) -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from cascade_fd.backends import get_backend
-from cascade_fd.checks import check_dtype, check_last_axis, check_same, check_shape
+from cascade_fd.checks import check_dtype, check_last_axis, check_no_grad, check_same, check_shape
 from cascade_fd.kv import KVStore
 from cascade_fd.ops.options import Output, destination, known_options
 from cascade_fd.planning.worklist import Launch, Plan
@@ -34,14 +34,21 @@ def attend(q: torch.Tensor, kv: KVStore | Sequence[KVStore], plan: Plan, **outpu
     state = destination((plan.num_rows, plan.shape.num_q_heads, plan.shape.v_head_dim), q, options, (q.dtype,))
     if state.o is q:
         raise ValueError("out: expected memory of its own, got q itself")
+    scale = _scale(options.get("sm_scale"), plan)
     if plan.num_rows:
         backend = get_backend(options.get("backend"), q.device)
-        scale = options.get("sm_scale")
-        scale = 1 / math.sqrt(plan.shape.head_dim) if scale is None else float(scale)
         partials = backend.partial_states(q, stores, plan, scale, state)
         if len(plan.merge):
             backend.merge_rows(partials, plan.merge, state)
     return state
+
+
+def _scale(sm_scale: Any, plan: Plan) -> float:
+    if sm_scale is None:
+        return 1 / math.sqrt(plan.shape.head_dim)
+    if not isinstance(sm_scale, (int, float)) or not math.isfinite(sm_scale):
+        raise ValueError(f"sm_scale: expected a finite number, got {sm_scale!r}")
+    return float(sm_scale)
 
 
 def _stores(kv: Any, plan: Plan) -> list[KVStore]:
@@ -82,6 +89,7 @@ def _check_query(q: torch.Tensor, stores: list[KVStore], plan: Plan) -> None:
     check_shape("q", q, "T Hq D", T=plan.num_rows, Hq=shape.num_q_heads, D=shape.head_dim)
     check_last_axis("q", q)
     for store in stores:
+        check_no_grad(k=store.k, v=store.v)
         check_same("dtype", q=q, k=store.k)
         check_same("device", q=q, k=store.k)
         if store.num_kv_heads != shape.num_kv_heads or store.head_dims != shape.head_dims:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 
 from cascade_fd.backends import get_backend
-from cascade_fd.checks import check_dtype, check_same, check_shape
+from cascade_fd.checks import check_dtype, check_int, check_same, check_shape
 from cascade_fd.kv import check_indptr
 from cascade_fd.ops.options import Output, destination, known_options
 from cascade_fd.planning.worklist import MergeRows
@@ -90,8 +90,7 @@ def merge_ragged(
     options = known_options("merge_ragged", output, Output)
     check_state("states", states)
     _check_sink(sink, states)
-    if not isinstance(max_states, int) or max_states < 1:
-        raise ValueError(f"max_states: expected an integer of at least 1, got {max_states!r}")
+    check_int("max_states", max_states, 1)
     if isinstance(indptr, torch.Tensor) and indptr.device.type != "cpu":
         check_shape("indptr", indptr, "T+1")
         check_dtype("indptr", indptr, (torch.int32, torch.int64))

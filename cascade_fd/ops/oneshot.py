@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 import torch
 
-from cascade_fd.checks import check_dtype, check_shape, check_tensor
+from cascade_fd.checks import check_dtype, check_int, check_shape, check_tensor
 from cascade_fd.kv import DenseKV, KVStore, PagedKV, PageTable, host_ints
 from cascade_fd.ops.attend import attend
 from cascade_fd.ops.options import Options, known_options
@@ -161,8 +161,8 @@ def _run(
     known: Any = known_options("options", options, Options)
     num_splits = known.pop("num_splits", None)
     known.pop("kv_layout", None)
-    if num_splits is not None and (not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 1):
-        raise ValueError(f"num_splits: expected an integer of at least 1, got {num_splits!r}")
+    if num_splits is not None:
+        check_int("num_splits", num_splits, 1)
     tree = PrefixTree.from_levels(levels, q_lens=q_len)
     store = stores[-1]
     made = plan(
@@ -211,9 +211,7 @@ def _shared_level(store: KVStore, B: int, prefix_table: Any = None, prefix_len: 
     if prefix_len is None and table is not None:
         raise ValueError("prefix_len: expected the number of prefix tokens of a paged prefix, got None")
     length = room if prefix_len is None else prefix_len
-    if not isinstance(length, int) or not 0 <= length <= room:
-        raise ValueError(f"prefix_len: expected an integer in [0, {room}], got {prefix_len!r}")
-    return Level([0, B], [length], table)
+    return Level([0, B], [check_int("prefix_len", length, 0, room)], table)
 
 
 def _table(name: str, value: Any, store: KVStore) -> PageTable | None:

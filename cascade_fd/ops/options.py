@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from cascade_fd.checks import FLOAT_DTYPES, check_dtype, check_last_axis, check_same, check_shape
+from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_dtype, check_last_axis, check_no_grad, check_same, check_shape
 from cascade_fd.state import AttentionState
 
 
@@ -68,4 +68,7 @@ def destination(
     for name, tensor in (("out", out), ("lse_out", lse)):
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(f"{name}: expected memory of its own for every element, got an expanded tensor")
-    return AttentionState(out, lse, options.get("base") or "e")
+    check_no_grad(q=like, out=out, lse_out=lse)
+    base = options.get("base")
+    check_choice("base", base, (None, "e", "2"))
+    return AttentionState(out, lse, base or "e")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cascade_fd.checks import FLOAT_DTYPES, check_group
+from cascade_fd.checks import FLOAT_DTYPES, check_group, check_int
 from cascade_fd.hardware import Hardware, hardware_of
 from cascade_fd.planning.splits import wave_splits
 from cascade_fd.planning.worklist import Launch, MergeRows, Plan, Shape
@@ -103,8 +103,7 @@ def _check_options(shape: Shape, split: str | int, max_new_tokens: int) -> None:
         raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {shape.dtype}")
     if split != "wave" and (not isinstance(split, int) or isinstance(split, bool) or split < 1):
         raise ValueError(f"split: expected 'wave' or a number of splits of at least 1, got {split!r}")
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens: expected an integer of at least 0, got {max_new_tokens!r}")
+    check_int("max_new_tokens", max_new_tokens, 0, _INT32_MAX)
 
 
 def _level_work(tree: PrefixTree, level: int, shape: Shape, split: str | int, hw: Hardware, growth: int) -> _LevelWork:
@@ -116,8 +115,8 @@ def _level_work(tree: PrefixTree, level: int, shape: Shape, split: str | int, hw
     num_rows = tree.q_indptr[nodes.last] * shape.group - row0
     private = tree.causal and level == len(tree.levels) - 1
     q_end = np.where(private & (nodes.last - nodes.first == 1), tree.q_indptr[nodes.last], 0)
-    tile = attend_tile(hw, shape.dtype, shape.head_dims, int(num_rows.max(initial=1)))
     tokens = stop - nodes.start
+    tile = _tile(num_rows[tokens > 0], shape, hw)
     if split == "wave":
         programs = _ceil(num_rows, tile.block_m) * shape.num_kv_heads
         chunk = np.full(len(nodes), _wave_chunk(tokens, programs, tile, hw), np.int64)
@@ -126,6 +125,12 @@ def _level_work(tree: PrefixTree, level: int, shape: Shape, split: str | int, hw
         chunk = np.maximum(_ceil(_ceil(tokens, int(split)), page) * page, 1)
     splits = _ceil(tokens, chunk) * (num_rows > 0)
     return _LevelWork(nodes, stop, row0, num_rows, q_end, chunk, splits, tile)
+
+
+def _tile(num_rows: np.ndarray, shape: Shape, hw: Hardware) -> AttendTile:
+    """The tile for a level whose nodes have ``num_rows`` packed rows."""
+    most = int(num_rows.max(initial=1))
+    return attend_tile(hw, shape.dtype, shape.head_dims, most, len(num_rows) * shape.num_kv_heads)
 
 
 def _ceil(a: np.ndarray | int, b: np.ndarray | int) -> np.ndarray:

@@ -142,4 +142,6 @@ class Plan:
         want = private[0]
         if lens.shape != want.shape or lens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"lens: expected {len(want)} integers, got {lens.dtype} of shape {list(lens.shape)}")
-        want.copy_(lens)
+        if lens.device.type != want.device.type:
+            raise ValueError(f"lens: expected a tensor on {want.device} (a copy would synchronise), got one on {lens.device}")
+        want.copy_(lens if lens.dtype == torch.int32 else lens.clamp(0, 2**31 - 1))
