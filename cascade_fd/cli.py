@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -13,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = argparse.ArgumentParser(prog="cascade-fd", description="Exact attention for batches that share context.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_demo,):
+    for add in (_add_demo, _add_compile, _add_bench, _add_info):
         add(commands)
     args = parser.parse_args(argv)
     return int(args.func(args))
@@ -24,6 +26,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
     return value
+
+
+def _need(extra: str, *packages: str) -> None:
+    """Exit with a hint if a package of an optional extra is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'cascade-fd: needs {", ".join(missing)}; pip install "cascade_fd[{extra}]"', file=sys.stderr)
+        sys.exit(2)
 
 
 def _add_demo(commands: Any) -> None:
@@ -42,13 +52,64 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    missing = [name for name in ("transformers", "accelerate", "gguf", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f'cascade-fd demo: needs {", ".join(missing)}; pip install "cascade_fd[hf]"', file=sys.stderr)
-        return 2
+    _need("hf", "transformers", "accelerate", "gguf", "rich")
     from cascade_fd.demo.run import run_demo
 
     return run_demo(args)
+
+
+def _add_compile(commands: Any) -> None:
+    parser = commands.add_parser("compile", help="compile every kernel variant ahead of time, on a machine without a GPU")
+    parser.add_argument("--target", default="sm_80,sm_90,sm_100,gfx942", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--jobs", type=_positive, help="processes (default: one per core)")
+    parser.set_defaults(func=_compile)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    _need("bench", "rich")
+    from cascade_fd.precompile import run
+
+    return run(args.target.split(","), args.jobs)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="time the benchmark cases on this machine; results are checked first")
+    parser.add_argument("--cases", default="", help="comma-separated names, such as d3,c4 (default: all)")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--num-splits", type=_positive, help="default: FlashAttention-2's wave-efficiency rule")
+    parser.add_argument("--out", metavar="FILE.csv", help="append the rows to this file")
+    parser.set_defaults(func=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    _need("bench", "rich")
+    import torch
+
+    from cascade_fd.bench.run import run
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    names = [name for name in args.cases.split(",") if name]
+    run(names, device, args.num_splits or "wave", Path(args.out) if args.out else None)
+    return 0
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser("info", help="versions, devices, and which backend runs on them")
+    parser.set_defaults(func=_info)
+
+
+def _info(args: argparse.Namespace) -> int:
+    import torch
+
+    from cascade_fd import __version__, hardware_of
+
+    triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "not installed"
+    print(f"cascade_fd {__version__}, torch {torch.__version__}, triton {triton}")
+    for device in ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))):
+        hw = hardware_of(device)
+        backend = "triton" if device != "cpu" else "reference"
+        print(f"{device}: {hw.name}, {hw.arch}, {hw.num_sms} SMs, {hw.smem} bytes of shared memory, backend {backend}")
+    return 0
 
 
 if __name__ == "__main__":

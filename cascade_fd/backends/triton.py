@@ -26,8 +26,9 @@ def partial_states(
     lse = torch.empty(plan.num_slots, shape.num_q_heads, dtype=torch.float32, device=q.device)
     partials = AttentionState(o, lse, "2")
     scales = (sm_scale * base_factor("e", "2"), base_factor("2", out.base))
-    for launch in plan.launches:
-        launch_attend(q, stores[launch.level], plan, launch, partials, out, *scales)
+    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
+        for launch in plan.launches:
+            launch_attend(q, stores[launch.level], plan, launch, partials, out, *scales)
     return partials
 
 
@@ -35,7 +36,8 @@ def merge_rows(partials: AttentionState, rows: MergeRows, out: AttentionState, s
     """See ``reference.merge_rows``."""
     _check_device(out.o)
     tile = merge_tile(rows.max_states, out.head_dim, len(rows) * out.num_heads)
-    launch_merge_rows(partials, rows, out, sink, tile)
+    with torch.cuda.device_of(out.o):
+        launch_merge_rows(partials, rows, out, sink, tile)
 
 
 def merge_pair(
@@ -47,7 +49,8 @@ def merge_pair(
 ) -> None:
     """See ``reference.merge_pair``."""
     _check_device(out.o)
-    launch_merge_pair(a, b, out, mask, sink)
+    with torch.cuda.device_of(out.o):
+        launch_merge_pair(a, b, out, mask, sink)
 
 
 def _check_device(tensor: torch.Tensor, *, multiplies: bool = False) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,15 @@ def find_model(path: str | None = None) -> Path:
 
 
 def load(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """(model, tokenizer), without a network and without transformers' own progress bars."""
-    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # read when transformers is imported
+    """(model, tokenizer), without a network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder, name = str(path.parent), path.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype)
+    with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's bar has no switch, and the demo has its own
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype)
     return model.to(device).eval(), tokenizer

@@ -105,3 +105,14 @@ def test_reference_backend_on_the_gpu(target):
     q = target.queries(m, 3)
     state = cf.decode(q, target.put(store), block_table=table.cuda(), seq_lens=[30, 0, 65], num_splits=2, backend="reference")
     target.check(state, q, contexts)
+
+
+def test_tensors_on_another_than_the_current_gpu(target):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    m = target.model()
+    contexts = inputs.contexts(m, [30, 65])
+    k, v = (x.to("cuda:1") for x in inputs.dense(contexts))
+    q = inputs.queries(m, 2).to("cuda:1")
+    state = cf.decode(q, k, v, seq_lens=[30, 65], num_splits=2)
+    target.check(cf.merge(state, cf.AttentionState.empty(2, 4, 32, dtype=m.dtype, device="cuda:1")), q, contexts)

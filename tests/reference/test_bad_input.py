@@ -1,0 +1,241 @@
+"""Every kind of bad input: an error that names the argument, what was expected and what came; and nothing written."""
+
+import pytest
+import torch
+
+import cascade_fd as cf
+from cascade_fd import AttentionState
+from cascade_fd.testing.inputs import Model, contexts, dense, paged, queries
+
+MODEL = Model()
+ROWS = contexts(MODEL, [9, 4])
+Q = queries(MODEL, 2)
+KV, TABLE = paged(ROWS, 4)
+K, V = dense(ROWS)
+LENS = [9, 4]
+
+
+def bad_table(value):
+    table = TABLE.clone()
+    table[1, 0] = value
+    return table
+
+
+def last_axis_strided(x):
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
+CALLS = {
+    "rank of q": (lambda **o: cf.decode(Q[0], K, V, **o), ValueError, r"q: expected shape \[B, Hq, D\], got \[4, 32\]"),
+    "rank of k": (lambda **o: cf.decode(Q, K[0, 0], V, **o), ValueError, r"k: expected shape \[B, T, Hkv, D\], got \[2, 32\]"),
+    "v beside k": (
+        lambda **o: cf.decode(Q, K, V[:, :5], **o),
+        ValueError,
+        r"v: expected shape \[B=2, T=9, Hkv=2, Dv\], got \[2, 5, 2, 32\]",
+    ),
+    "requests": (lambda **o: cf.decode(Q[:1], K, V, **o), ValueError, r"k: expected one row per request \(1\), got 2"),
+    "group": (
+        lambda **o: cf.decode(queries(Model(num_q_heads=5), 2), K, V, **o),
+        ValueError,
+        r"num_q_heads: expected a multiple of the number of KV heads \(Hkv=2\), got Hq=5",
+    ),
+    "head dim": (
+        lambda **o: cf.decode(Q[..., :16].contiguous(), K, V, **o),
+        ValueError,
+        r"q: expected shape \[T=2, Hq=4, D=32\], got \[2, 4, 16\]",
+    ),
+    "dtype of q": (lambda **o: cf.decode(Q.half(), K, V, **o), TypeError, "q, k: expected one dtype, got q torch.float16"),
+    "dtypes of k and v": (lambda **o: cf.decode(Q, K, V.half(), **o), TypeError, "k, v: expected one dtype"),
+    "integer cache": (lambda **o: cf.decode(Q, K.int(), V.int(), **o), TypeError, "k: expected dtype float32 or float16"),
+    "device": (lambda **o: cf.decode(Q, K.to("meta"), V.to("meta"), **o), ValueError, "q, k: expected one device, got q cpu"),
+    "page id above": (
+        lambda **o: cf.decode(Q, KV, block_table=bad_table(99), seq_lens=LENS, **o),
+        ValueError,
+        r"block_table: expected page ids in \[0, 7\), got 0..99|block_table: expected page ids in \[0, 7\), got \d+..99",
+    ),
+    "page id below": (
+        lambda **o: cf.decode(Q, KV, block_table=bad_table(-1), seq_lens=LENS, **o),
+        ValueError,
+        r"block_table: expected page ids in \[0, 7\), got -1..",
+    ),
+    "float page ids": (
+        lambda **o: cf.decode(Q, KV, block_table=TABLE.float(), seq_lens=LENS, **o),
+        TypeError,
+        "block_table: expected dtype int32 or int64, got float32",
+    ),
+    "length beyond the table": (
+        lambda **o: cf.decode(Q, KV, block_table=TABLE, seq_lens=[13, 4], **o),
+        ValueError,
+        r"seq_lens: expected lengths in \[0, 12\], got 13 for request 0",
+    ),
+    "negative length": (lambda **o: cf.decode(Q, K, V, seq_lens=[-1, 4], **o), ValueError, "got -1 for request 0"),
+    "number of lengths": (
+        lambda **o: cf.decode(Q, K, V, seq_lens=[1], **o),
+        ValueError,
+        r"seq_lens: expected one length per request \(2\), got 1",
+    ),
+    "float lengths": (lambda **o: cf.decode(Q, K, V, seq_lens=[1.0, 2.0], **o), TypeError, "seq_lens: expected a list of int"),
+    "q longer than its cache": (
+        lambda **o: cf.verify(queries(MODEL, 10).view(2, 5, 4, 32), K, V, seq_lens=LENS, **o),
+        ValueError,
+        r"q_lens: expected at most as many query rows as private keys, got 5 rows for 4 keys \(request 1\)",
+    ),
+    "last axis of q": (
+        lambda **o: cf.decode(last_axis_strided(Q), K, V, **o),
+        ValueError,
+        r"q: expected a contiguous last axis \(stride 1\), got strides",
+    ),
+    "last axis of k": (
+        lambda **o: cf.decode(Q, last_axis_strided(K), V, **o),
+        ValueError,
+        "k: expected a contiguous last axis",
+    ),
+    "layout name": (
+        lambda **o: cf.decode(Q, K, V, kv_layout="BSHD", **o),
+        ValueError,
+        "kv_layout: expected one of 'NHD', 'HND', got 'BSHD'",
+    ),
+    "base name": (lambda **o: cf.decode(Q, K, V, base="10", **o), ValueError, "base: expected one of .*, got '10'"),
+    "backend name": (lambda **o: cf.decode(Q, K, V, backend="cuda", **o), ValueError, "backend: expected one of 'reference'"),
+    "sm_scale": (lambda **o: cf.decode(Q, K, V, sm_scale=float("nan"), **o), ValueError, "sm_scale: expected a finite number"),
+    "unknown option": (lambda **o: cf.decode(Q, K, V, causal=True, **o), TypeError, r"expected options .*, got \['causal'\]"),
+    "table beside dense": (
+        lambda **o: cf.decode(Q, K, V, block_table=TABLE, **o),
+        ValueError,
+        "block_table: expected None with dense keys and values",
+    ),
+    "no table": (lambda **o: cf.decode(Q, KV, seq_lens=LENS, **o), ValueError, "block_table: expected page ids for a PagedKV"),
+    "page size of the table": (
+        lambda **o: cf.decode(Q, KV, block_table=cf.PageTable.from_block_table(TABLE, 8), seq_lens=LENS, **o),
+        ValueError,
+        "kv: expected pages of 8 at level 0, got pages of 4",
+    ),
+    "gradient": (lambda **o: cf.decode(Q.clone().requires_grad_(), K, V, **o), cf.UnsupportedError, "q requires grad"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_refused_and_nothing_written(name):
+    call, error, text = CALLS[name]
+    out = torch.full((2, 4, 32), 7.0)
+    lse = torch.full((2, 4), 7.0)
+    if name == "q longer than its cache":
+        out, lse = out.repeat(5, 1, 1), lse.repeat(5, 1)
+    with pytest.raises(error, match=text):
+        call(out=out, lse_out=lse)
+    assert (out == 7).all()
+    assert (lse == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "text"),
+    [
+        ({"out": torch.zeros(2, 4, 16)}, ValueError, r"out: expected shape \[T=2, Hq=4, Dv=32\], got \[2, 4, 16\]"),
+        ({"out": torch.zeros(2, 4, 32).half()}, TypeError, "out: expected dtype float32, got float16"),
+        ({"lse_out": torch.zeros(4, 2)}, ValueError, r"lse_out: expected shape \[T=2, Hq=4\], got \[4, 2\]"),
+        ({"lse_out": torch.zeros(2, 4).double()}, TypeError, "lse_out: expected dtype float32, got float64"),
+    ],
+)
+def test_wrong_buffers(out, error, text):
+    with pytest.raises(error, match=text):
+        cf.decode(Q, K, V, **out)
+
+
+OUT, LSE = torch.zeros(2, 4, 8), torch.zeros(2, 4)
+STATE = AttentionState(OUT, LSE, "e")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: AttentionState(OUT, LSE), TypeError, "base: expected 'e' .* got nothing"),
+        (lambda: AttentionState(OUT, LSE, "10"), ValueError, "base: expected one of 'e', '2', got '10'"),
+        (lambda: AttentionState(OUT, LSE.int(), "e"), TypeError, "lse: expected dtype float32, got int32"),
+        (lambda: AttentionState(OUT, LSE.T, "e"), ValueError, r"lse: expected shape \[T=2, Hq=4\], got \[4, 2\]"),
+        (lambda: AttentionState(OUT[0], LSE, "e"), ValueError, r"o: expected shape \[T, Hq, Dv\], got \[4, 8\]"),
+        (
+            lambda: AttentionState(OUT.long(), LSE, "e"),
+            TypeError,
+            "o: expected dtype float32 or float16 or bfloat16, got int64",
+        ),
+        (lambda: AttentionState(last_axis_strided(OUT), LSE, "e"), ValueError, "o: expected a contiguous last axis"),
+        (lambda: AttentionState(OUT, LSE.to("meta"), "e"), ValueError, "o, lse: expected one device"),
+        (lambda: AttentionState("o", LSE, "e"), TypeError, "o: expected a torch.Tensor, got str"),
+        (lambda: STATE.to_base("ln"), ValueError, "base: expected one of"),
+        (lambda: STATE[0], TypeError, "rows: expected a slice, a list or a tensor, got int"),
+        (lambda: AttentionState.cat([]), ValueError, "states: expected at least one state to cat"),
+        (lambda: AttentionState.stack([STATE, STATE[:1]]), ValueError, r"states: expected one shape \[T, Hq, Dv\]"),
+        (
+            lambda: cf.merge(STATE, (OUT, LSE)),
+            TypeError,
+            r"states\[1\]: expected an AttentionState, got a bare \(o, lse\) pair",
+        ),
+        (lambda: cf.merge(), TypeError, "states: expected at least one AttentionState, got none"),
+        (lambda: cf.merge(STATE, STATE[:1]), ValueError, r"states\[1\].o: expected shape \[T=2, Hq=4, Dv=8\]"),
+        (lambda: cf.merge(STATE, AttentionState(OUT.half(), LSE, "e")), TypeError, "expected one dtype"),
+        (lambda: cf.merge(STATE, sink=torch.zeros(3)), ValueError, r"sink: expected shape \[Hq=4\], got \[3\]"),
+        (lambda: cf.merge_(STATE, STATE, mask=torch.ones(2)), TypeError, "mask: expected dtype bool, got float32"),
+        (
+            lambda: cf.merge_ragged(STATE, [0, 3]),
+            ValueError,
+            "indptr: expected offsets that start at 0, never fall and end at 2",
+        ),
+        (lambda: cf.merge_ragged(STATE, [0, 2, 1, 2]), ValueError, "indptr: expected offsets"),
+        (lambda: cf.merge_ragged(STATE, [0, 2], max_states=0), ValueError, "max_states: expected an integer of at least 1"),
+    ],
+)
+def test_states(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: cf.PrefixTree.from_levels([]), "levels: expected at least one level"),
+        (
+            lambda: cf.PrefixTree.from_levels([cf.Level([0, 2], [8]), cf.Level([0, 1], [8])]),
+            r"levels\[1\].indptr: expected it to end at 2 requests",
+        ),
+        (
+            lambda: cf.PrefixTree.from_levels([cf.Level([0, 1, 3], [8, 8]), cf.Level([0, 2, 3], [8, 8])]),
+            r"levels\[1\].indptr: expected every node inside one node of levels\[0\]",
+        ),
+        (lambda: cf.PrefixTree.from_levels([cf.Level([0, 2], [8, 8])]), r"levels\[0\].lens: expected 1 lengths"),
+        (lambda: cf.PrefixTree.from_levels([cf.Level([0, 1], [-1])]), r"levels\[0\].lens: expected 1 lengths of at least 0"),
+        (lambda: cf.PrefixTree.from_levels([cf.Level([0, 1], [8])], q_lens=-1), "q_lens: expected an integer of at least 0"),
+        (
+            lambda: cf.PrefixTree.from_levels([cf.Level([0, 1], [33])], table=cf.PageTable.from_block_table([[1, 2]], 16)),
+            r"levels\[0\].lens: expected lengths that fit the table, got 33 tokens .* holds 32 \(2 pages of 16\)",
+        ),
+        (lambda: cf.PageTable.from_block_table([[1, 2]], 0), "page_size: expected an integer of at least 1, got 0"),
+        (lambda: cf.PageTable.from_csr([1, 2], [0, 1], 4), "indptr: expected offsets .* end at 2"),
+        (lambda: cf.PageTable.from_token_map([[1, 2]], [1]), r"rows: expected row numbers in \[0, 1\), got 1..1"),
+    ],
+)
+def test_trees_and_tables(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_growth_beyond_the_table_is_refused_when_planned():
+    table = cf.PageTable.from_block_table([[1, 2]], 16)
+    tree = cf.PrefixTree.from_levels([cf.Level([0, 1], [30])], table=table)
+    sizes = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 16, "device": "cpu"}
+    cf.plan(tree, max_new_tokens=2, **sizes)
+    with pytest.raises(ValueError, match="max_new_tokens: expected lengths that fit the table, got 33 tokens"):
+        cf.plan(tree, max_new_tokens=3, **sizes)
+
+
+def test_a_table_edited_after_planning_is_still_checked_on_the_cpu():
+    table = TABLE.clone()
+    tree = cf.PrefixTree.from_levels([cf.Level([0, 1, 2], LENS)], table=cf.PageTable.from_block_table(table, 4))
+    made = cf.plan(tree, num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float32, device="cpu")
+    table[0, 1] = -1
+    with pytest.raises(ValueError, match=r"block_table: expected page ids in \[0, 7\), got -1"):
+        cf.attend(Q, KV, made)
+
+
+def test_triton_on_the_cpu_says_what_to_do():
+    with pytest.raises(cf.UnsupportedError, match="backend='triton' is not supported:\n  - tensors are on the CPU"):
+        cf.decode(Q, K, V, backend="triton")
