@@ -101,7 +101,8 @@ def _add_info(commands: Any) -> None:
 def _info(args: argparse.Namespace) -> int:
     import torch
 
-    from cascade_fd import __version__, hardware_of
+    from cascade_fd import __version__
+    from cascade_fd.hardware import hardware_of
 
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "not installed"
     print(f"cascade_fd {__version__}, torch {torch.__version__}, triton {triton}")

@@ -120,6 +120,11 @@ class PageTable:
     def num_rows(self) -> int:
         return len(self.starts)
 
+    @property
+    def room(self) -> np.ndarray:
+        """``[R]`` tokens that each row has entries for."""
+        return self.widths * self.page_size
+
     @classmethod
     def from_block_table(cls, block_table: Any, page_size: int, rows: Any = None) -> PageTable:
         """``[B, max_pages]``, as vLLM and FlashAttention use it; padding entries are never read.

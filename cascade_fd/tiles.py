@@ -74,13 +74,21 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def tile_rows(hw: Hardware, dtype: torch.dtype) -> list[int]:
+    """Rows of the tiles that a device has for a dtype, rising."""
+    return sorted({tile.block_m for tile in _tiles(hw, dtype)})
+
+
+def _tiles(hw: Hardware, dtype: torch.dtype) -> tuple[AttendTile, ...]:
+    return _ATTEND.get((hw.arch, dtype.itemsize)) or _ATTEND["any", dtype.itemsize]
+
+
 def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int, programs: int = 1) -> AttendTile:
     """The smallest tile that holds ``rows`` packed rows, or the largest there is, shrunk until its pipeline fits.
 
     Of tiles with as many rows, the first that can have ``programs`` resident at once, or the last.
     """
-    size = dtype.itemsize
-    tiles = _ATTEND.get((hw.arch, size)) or _ATTEND["any", size]
+    size, tiles = dtype.itemsize, _tiles(hw, dtype)
     block_m = next((t.block_m for t in tiles if t.block_m >= rows), tiles[-1].block_m)
     same = [t for t in tiles if t.block_m == block_m]
     tile = next((t for t in same if t.per_sm * hw.num_sms >= programs), same[-1])

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from cascade_fd.kv import KVStore
 from cascade_fd.planning.worklist import (
+    FIRST_SLOT,
     NODE,
     NUM_ROWS,
+    OUT_ROW,
+    PRIVATE_NODE,
+    PRIVATE_START,
     Q_END,
     ROW0,
     START,
@@ -39,15 +44,15 @@ def partial_states(
     out.lse.fill_(-math.inf)
     grouped = q.unflatten(1, (shape.num_kv_heads, shape.group))
     for launch in plan.launches:
-        store = stores[launch.level]
-        for items in _slabs(launch, store):
-            rows, valid = _packed_rows(items)
-            token, head = rows // shape.group, rows % shape.group
+        store = stores[launch.levels[0]]
+        for items in _slabs(launch, plan, store):
+            packed, valid = _packed_rows(items)
+            row, head = packed // shape.group, packed % shape.group
             keys, values, position = _gather(items, launch, store)
-            scores = _scores(grouped[token, :, head], keys, sm_scale)  # [N, Hkv, M, L]
-            scores.masked_fill_(~_visible(items, launch, token, position).unsqueeze(1), -math.inf)
+            scores = _scores(grouped[plan.rows[row, OUT_ROW].long(), :, head], keys, sm_scale)  # [N, Hkv, M, L]
+            scores.masked_fill_(~_visible(items, plan, row, position).unsqueeze(1), -math.inf)
             o, lse = softmax_state(scores, values.movedim(2, 1).float())
-            _scatter(o, lse, items, valid, token, head, plan, partials, out)
+            _scatter(o, lse, _Where(items, row, head, valid), plan, partials, out)
     return partials
 
 
@@ -119,10 +124,10 @@ def merge_states(
     return mean, top.squeeze(1) + torch.log(total) * base_factor("e", base)
 
 
-def _slabs(launch: Launch, store: KVStore) -> Iterator[torch.Tensor]:
+def _slabs(launch: Launch, plan: Plan, store: KVStore) -> Iterator[torch.Tensor]:
     """Items that are not empty, ``[N, 8]`` int64, in slabs whose gathered keys and values stay within a memory bound."""
     items = launch.items.long()
-    items[:, STOP] = torch.minimum(items[:, STOP], launch.lens.long()[items[:, NODE]])
+    items[:, STOP] = torch.minimum(items[:, STOP], plan.lens.long()[items[:, NODE]])
     items = items[items[:, STOP] > items[:, START]]
     per_item = launch.max_tokens * store.num_kv_heads * (sum(store.head_dims) + launch.tile.block_m) * 4
     if len(items):  # split() of nothing is one slab of nothing
@@ -169,32 +174,36 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float) -> torch.Tenso
     return (q.movedim(2, 1).float() @ keys.permute(0, 2, 3, 1).float()) * sm_scale
 
 
-def _visible(items: torch.Tensor, launch: Launch, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Which row of an item sees which key: ``[N, M, L]`` bool."""
-    end = launch.lens.long()[items[:, NODE], None]
-    causal_limit = end - items[:, Q_END, None] + token + 1
-    limit = torch.where(items[:, Q_END, None] > 0, causal_limit, end)
+def _visible(items: torch.Tensor, plan: Plan, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Which packed row of an item sees which key: ``[N, M, L]`` bool. Rows of finished requests see none."""
+    lens = plan.lens.long()
+    end = lens[items[:, NODE], None]
+    limit = torch.where(items[:, Q_END, None] > 0, end - items[:, Q_END, None] + row + 1, end)
     limit = torch.minimum(limit, items[:, STOP, None])
-    return position[:, None, :] < limit[:, :, None]
+    private = plan.rows[row, PRIVATE_NODE].long()
+    finished = (private >= 0) & (lens[private] < plan.rows[row, PRIVATE_START])
+    return position[:, None, :] < torch.where(finished, 0, limit)[:, :, None]
 
 
-def _scatter(
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    items: torch.Tensor,
-    valid: torch.Tensor,
-    token: torch.Tensor,
-    head: torch.Tensor,
-    plan: Plan,
-    partials: AttentionState,
-    out: AttentionState,
-) -> None:
+class _Where(NamedTuple):
+    """Where the packed rows of some items belong: all ``[N, M]`` but ``items [N, 8]``."""
+
+    items: torch.Tensor
+    row: torch.Tensor
+    head: torch.Tensor
+    valid: torch.Tensor
+
+
+def _scatter(o: torch.Tensor, lse: torch.Tensor, at: _Where, plan: Plan, partials: AttentionState, out: AttentionState) -> None:
     """Put ``o [N, Hkv, M, Dv]`` and ``lse [N, Hkv, M]`` (natural log) where the items say."""
     heads = (plan.shape.num_kv_heads, plan.shape.group)
     o, lse = o.movedim(1, 2), lse.movedim(1, 2)
-    direct = (items[:, STATE] < 0)[:, None].expand_as(valid)
-    slot = plan.row_first.long()[token] + items[:, STATE, None]
-    for target, where, index in ((out, valid & direct, token), (partials, valid & ~direct, slot)):
-        at = (index[where], slice(None), head[where])
-        target.o.unflatten(1, heads)[at] = o[where].to(target.dtype)
-        target.lse.unflatten(1, heads)[at] = lse[where] * base_factor("e", target.base)
+    state = at.items[:, STATE, None]
+    direct = (state < 0).expand_as(at.valid)
+    rows = plan.rows.long()[at.row]
+    slot = rows[..., FIRST_SLOT] + state
+    for target, mine, index in ((out, direct, rows[..., OUT_ROW]), (partials, ~direct, slot)):
+        mine = mine & at.valid
+        place = (index[mine], slice(None), at.head[mine])
+        target.o.unflatten(1, heads)[place] = o[mine].to(target.dtype)
+        target.lse.unflatten(1, heads)[place] = lse[mine] * base_factor("e", target.base)

@@ -28,7 +28,7 @@ def partial_states(
     scales = (sm_scale * base_factor("e", "2"), base_factor("2", out.base))
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
         for launch in plan.launches:
-            launch_attend(q, stores[launch.level], plan, launch, partials, out, *scales)
+            launch_attend(q, stores[launch.levels[0]], plan, launch, partials, out, *scales)
     return partials
 
 

@@ -97,9 +97,10 @@ class Flat:
 
 
 def held_bytes(cache: Any) -> int:
-    """Memory of a cache's tensors, each storage counted once."""
+    """Memory of a cache's keys and values, each storage counted once."""
     tensors = (t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = (t.untyped_storage() for t in tensors if t.is_floating_point())  # a counter is no key and no value
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _last_valid(logits: torch.Tensor, task: Task) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both runs of one task; ``kind`` is the cache that the flat run used."""
+    """Both runs of one task; ``kind`` is the cache that the flat run used, ``unpadded_ms`` its step if nothing were padded."""
 
     model: Any
     tokenizer: Any
@@ -55,6 +55,7 @@ class Outcome:
     cascade: Result
     flat: Result
     kind: str
+    unpadded_ms: float
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
@@ -142,5 +143,7 @@ def _explanation(outcome: Outcome) -> str:
     own = outcome.tokens_read()[1] - P
     return (
         f"Bytes read, from shapes at the last step: {outcome.token_bytes():,} per token (K and V, all layers); flat reads "
-        f"{B} x {P} prompt + {own} private tokens, cascade {P} + {own}. Copies that a CPU path makes are not counted."
+        f"{B} x {P} prompt + {own} private tokens, cascade {P} + {own}. Copies that either makes on the way are not counted. "
+        f"Flat's time has such copies in it: with a padding mask, transformers repeats K and V for every query head; "
+        f"were all questions equally long, it would need no mask and {outcome.unpadded_ms:,.1f} ms per step."
     )

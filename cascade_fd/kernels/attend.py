@@ -12,6 +12,7 @@ from cascade_fd.kernels.loaders import key_offsets, load_tile, page_ids
 from cascade_fd.tiles import padded
 
 _INT32_MAX = 2**31 - 1
+NO_LENGTH = tl.constexpr(2**31 - 1)  # of a request without a private node: it is never finished
 
 
 @triton.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h"])
@@ -22,7 +23,7 @@ def attend_kernel(
     ids_ptr,
     items_ptr,
     lens_ptr,
-    row_first_ptr,
+    rows_ptr,
     part_o_ptr,
     part_lse_ptr,
     out_ptr,
@@ -67,13 +68,17 @@ def attend_kernel(
     stop = tl.minimum(tl.load(item + 4), end)
 
     r = tl.arange(0, BLOCK_M)
-    token = (row0 + r) // G
+    row = (row0 + r) // G
     head = h * G + (row0 + r) % G
     row_ok = r < num_rows
-    q_offsets = token.to(tl.int64) * stride_q_t + head * stride_q_h
-    q = load_tile(q_ptr, q_offsets, row_ok, D, BLOCK_D, True)
+    out_row = tl.load(rows_ptr + row * 4, mask=row_ok, other=0).to(tl.int64)
+    first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(tl.int64)
+    private = tl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
+    private_start = tl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
+    unfinished = tl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
+    q = load_tile(q_ptr, out_row * stride_q_t + head * stride_q_h, row_ok, D, BLOCK_D, True)
     # Row r sees keys below limit; all rows see keys below the first row's limit.
-    limit = tl.where(q_end > 0, tl.minimum(end - q_end + token + 1, stop), stop)
+    limit = tl.where(q_end > 0, tl.minimum(end - q_end + row + 1, stop), stop)
     seen_by_all = tl.where(q_end > 0, tl.minimum(end - q_end + row0 // G + 1, stop), stop)
     whole = start + tl.maximum(seen_by_all - start, 0) // BLOCK_N * BLOCK_N
 
@@ -110,24 +115,24 @@ def attend_kernel(
         v = load_tile(v_ptr, v_offsets, pos < stop, DV, BLOCK_DV, True)
         m, l, acc = fold_scores(m, l, acc, s, v, True, PRECISION)
 
-    o = acc * inverse(l)[:, None]
+    l = tl.where(unfinished, l, 0.0)
+    o = tl.where(unfinished[:, None], acc, 0.0) * inverse(l)[:, None]
     lse = log_sum(m, l, 1.0, 1.0)
     d = tl.arange(0, BLOCK_DV)
     o_ok = row_ok[:, None] & (d < DV)[None, :]
     if state < 0:  # the only state of these rows: straight to the output
-        o_offsets = token.to(tl.int64) * stride_out_t + head * stride_out_h
+        o_offsets = out_row * stride_out_t + head * stride_out_h
         tl.store(out_ptr + o_offsets[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=o_ok)
-        lse_offsets = token.to(tl.int64) * stride_lse_t + head.to(tl.int64) * stride_lse_h
+        lse_offsets = out_row * stride_lse_t + head.to(tl.int64) * stride_lse_h
         tl.store(lse_ptr + lse_offsets, lse * lse_scale, mask=row_ok)
     else:
-        slot = tl.load(row_first_ptr + token, mask=row_ok, other=0).to(tl.int64) + state
-        part = slot * (HKV * G) + head
+        part = (first_slot + state) * (HKV * G) + head
         tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok)
         tl.store(part_lse_ptr + part, lse, mask=row_ok)
 
 
 def launch_attend(q, store, plan, launch, partials, out, qk_scale, lse_scale):
-    """Launch one level. ``partials`` is contiguous ``[slots, Hq, Dv]`` float32 in base 2; ``out`` has any strides."""
+    """Launch once. ``partials`` is contiguous ``[slots, Hq, Dv]`` float32 in base 2; ``out`` has any strides."""
     shape, tile, k, v = plan.shape, launch.tile, store.k, store.v
     run(
         attend_kernel,
@@ -137,8 +142,8 @@ def launch_attend(q, store, plan, launch, partials, out, qk_scale, lse_scale):
         v,
         launch.items if launch.ids is None else launch.ids,
         launch.items,
-        launch.lens,
-        plan.row_first,
+        plan.lens,
+        plan.rows,
         partials.o,
         partials.lse,
         out.o,

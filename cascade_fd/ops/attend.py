@@ -54,15 +54,16 @@ def _scale(sm_scale: Any, plan: Plan) -> float:
 def _stores(kv: Any, plan: Plan) -> list[KVStore]:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
-    levels = len(plan.splits)
-    stores = [kv] * levels if isinstance(kv, KVStore) else list(kv) if isinstance(kv, (list, tuple)) else [kv]
+    stores = list(kv) if isinstance(kv, (list, tuple)) else [kv] * plan.num_levels
     for store in stores:
         if not isinstance(store, KVStore):
             raise TypeError(f"kv: expected a PagedKV or DenseKV, or one per level, got {type(store).__name__}")
-    if len(stores) != levels:
-        raise ValueError(f"kv: expected one store, or one per level ({levels}), got {len(stores)}")
+    if len(stores) != plan.num_levels:
+        raise ValueError(f"kv: expected one store, or one per level ({plan.num_levels}), got {len(stores)}")
     for launch in plan.launches:
-        _check_store(stores[launch.level], launch)
+        if any(stores[level] is not stores[launch.levels[0]] for level in launch.levels):
+            raise ValueError(f"kv: expected one store for levels {list(launch.levels)}, which share a page table, got several")
+        _check_store(stores[launch.levels[0]], launch)
     return stores
 
 
@@ -71,11 +72,11 @@ def _check_store(store: KVStore, launch: Launch) -> None:
     if store.page_size != launch.page_size:
         want = f"pages of {launch.page_size}" if launch.page_size else "a dense store"
         got = f"pages of {store.page_size}" if store.page_size else "a dense store"
-        raise ValueError(f"kv: expected {want} at level {launch.level}, got {got}")
+        raise ValueError(f"kv: expected {want} at level {launch.levels[0]}, got {got}")
     if launch.ids is None:
         if launch.max_row >= store.num_rows or launch.max_stop > store.k.shape[1]:
             raise ValueError(
-                f"kv: expected at least {launch.max_row + 1} rows of {launch.max_stop} tokens at level {launch.level}, "
+                f"kv: expected at least {launch.max_row + 1} rows of {launch.max_stop} tokens at level {launch.levels[0]}, "
                 f"got {store.num_rows} of {store.k.shape[1]}"
             )
     elif launch.id_range and not (launch.id_range[0] >= 0 and launch.id_range[1] < store.num_rows):

@@ -14,6 +14,8 @@ from cascade_fd.tiles import AttendTile
 
 # Columns of Launch.items.
 ROW0, NUM_ROWS, TABLE_ROW, START, STOP, NODE, Q_END, STATE = range(8)
+# Columns of Plan.rows.
+OUT_ROW, FIRST_SLOT, PRIVATE_NODE, PRIVATE_START = range(4)
 
 
 @dataclass(frozen=True)
@@ -38,33 +40,35 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """The work items of one tree level: one launch of the attend kernel, one program per item and KV head.
+    """The work items that one launch of the attend kernel computes, one program per item and KV head.
 
-    A *packed row* is one query token and one query head of a KV head: packed row r is token ``r // G``, head ``r % G`` of the
-    KV head's G. The loop that decodes the arrays (and that both backends implement):
+    *Rows* are query tokens in tree order. A *packed row* is one row and one query head of a KV head: packed row r is row
+    ``r // G``, head ``r % G`` of the KV head's G. The loop that decodes the arrays (and that both backends implement):
 
         for item in items:
             stop = min(item[STOP], lens[item[NODE]])              # capacity of the plan, length of this step
             for r in range(item[ROW0], item[ROW0] + item[NUM_ROWS]):
-                token = r // G
-                limit = min(stop, lens[item[NODE]] - item[Q_END] + token + 1) if item[Q_END] else stop
-                state = attention of q[token] over tokens item[START] .. limit - 1 of table row item[TABLE_ROW]
-                if item[STATE] < 0: out[token] = state
-                else: partials[row_first[token] + item[STATE]] = state
+                row = r // G
+                limit = min(stop, lens[item[NODE]] - item[Q_END] + row + 1) if item[Q_END] else stop
+                state = attention of q[rows[row, OUT_ROW]] over tokens item[START] .. limit - 1 of table row item[TABLE_ROW]
+                if lens[rows[row, PRIVATE_NODE]] < rows[row, PRIVATE_START]: state = empty         # a finished request
+                if item[STATE] < 0: out[rows[row, OUT_ROW]] = state
+                else: partials[rows[row, FIRST_SLOT] + item[STATE]] = state
 
-    Example: two requests of 5 and 9 keys, one query row each, G = 4, splits of 8 keys, dense rows:
+    Example: two requests of 1 and 9 keys, one query row each, G = 4, two splits each where there are keys for them, dense
+    rows: request 0 has one state, which goes straight to the output; request 1 has two, in slots 0 and 1.
 
         ROW0 NUM_ROWS TABLE_ROW START STOP NODE Q_END STATE
-           0        4         0     0    5    0     1    -1      request 0 fits one split: straight to the output
-           4        4         1     0    8    1     2     0      request 1: two partial states
-           4        4         1     8    9    1     2     1
+           0        4         0     0    1    0     1    -1
+           4        4         1     0    5    1     2     0
+           4        4         1     5    9    1     2     1
 
     Attributes:
-        items: ``[N, 8]`` int32, columns as above. ``Q_END`` is 0 where no causal limit applies (a shared node).
-        lens: ``[nodes]`` int32: live tokens in each node's table row. The only array that changes from step to step.
+        items: ``[N, 8]`` int32, columns as above. ``Q_END`` is one past the request's last row, or 0 where no causal limit
+            applies (a shared node).
         ids, page_size, table_stride: the caller's page ids; item row r starts at ``ids[r * table_stride]``. None and 0 for
             dense stores.
-        level: which level of the tree, and which KV store where ``attend`` is given one per level.
+        levels: the tree levels whose items are here; more than one only if they use the same table.
         tile: launch settings.
         max_tokens: longest capacity range of an item.
         id_range: smallest and largest page id in use, if ids were on the host; else None.
@@ -72,11 +76,10 @@ class Launch:
     """
 
     items: torch.Tensor
-    lens: torch.Tensor
     ids: torch.Tensor | None
     page_size: int
     table_stride: int
-    level: int
+    levels: tuple[int, ...]
     tile: AttendTile
     max_tokens: int
     id_range: tuple[int, int] | None
@@ -107,41 +110,54 @@ class Plan:
     """What ``attend`` runs: the launches, then one merge of the rows that have more (or less) than one state.
 
     Attributes:
-        launches: one per tree level that has work.
+        launches: shared nodes before private ones.
         merge: rows whose states go through the workspace; rows with one state are written directly.
-        row_first: ``[T]`` int32: first workspace slot of each query row.
+        rows: ``[T, 4]`` int32, per row in tree order: ``OUT_ROW`` in q and in the output, ``FIRST_SLOT`` in the workspace,
+            ``PRIVATE_NODE`` of the row's request (-1: it has none) and where that starts.
+        lens: ``[nodes]`` int32: live tokens of each node's table row. The only array that changes from step to step; its
+            last ``num_private`` entries are the private nodes in request order.
         num_slots: rows of the workspace ``[num_slots, Hq, Dv]`` float32.
-        num_rows, shape, device: what q and the stores must match.
-        splits: per level of the tree, the splits of each node (host), for explanations and tests.
+        num_private: B, or 0 if the tree has no private nodes.
+        shape, device: what q and the stores must match.
+        num_levels: levels of the tree.
+        splits: ``[nodes]`` splits of each node of the tree (host), for explanations and tests.
     """
 
     launches: tuple[Launch, ...]
     merge: MergeRows
-    row_first: torch.Tensor
+    rows: torch.Tensor
+    lens: torch.Tensor
     num_slots: int
-    num_rows: int
+    num_private: int
     shape: Shape
     device: torch.device
-    splits: tuple[np.ndarray, ...]
+    num_levels: int
+    splits: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.rows)
 
     @property
     def num_items(self) -> int:
         return sum(len(launch.items) for launch in self.launches)
 
     def set_lengths(self, lens: torch.Tensor) -> None:
-        """Set the live length of every private table row, on the device: ``[B]`` integers, no synchronisation.
+        """Set the live length of every request's private table row, on the device: ``[B]`` integers, no synchronisation.
 
-        Lengths count tokens of the private level's table row (so the prefix too, where one table names both). A length
-        beyond the plan's capacity is clipped to it; 0 leaves a request without private keys.
+        Lengths count tokens of the private node's table row: the prefix too, where one table names both. A length beyond the
+        plan's capacity is clipped to it. A length below the start of the private node says that the request is finished: its
+        rows become empty, whatever it shared. So 0 finishes a request of a table that starts with the shared tokens, and -1
+        one whose private tokens have a row of their own (there, 0 leaves the row with what it shares).
         """
         if not isinstance(lens, torch.Tensor):
             raise TypeError(f"lens: expected a tensor, got {type(lens).__name__}")
-        private = [launch.lens for launch in self.launches if launch.level == len(self.splits) - 1]
-        if not private:
-            raise ValueError("lens: expected a plan with private work, got one whose last level is empty")
-        want = private[0]
+        if not self.num_private:
+            raise ValueError("lens: expected a plan with private nodes (a last level of one node per request), got one without")
+        want = self.lens[len(self.lens) - self.num_private :]
         if lens.shape != want.shape or lens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"lens: expected {len(want)} integers, got {lens.dtype} of shape {list(lens.shape)}")
         if lens.device.type != want.device.type:
             raise ValueError(f"lens: expected a tensor on {want.device} (a copy would synchronise), got one on {lens.device}")
-        want.copy_(lens if lens.dtype == torch.int32 else lens.clamp(0, 2**31 - 1))
+        want.copy_(lens if lens.dtype == torch.int32 else lens.clamp(-1, 2**31 - 1))

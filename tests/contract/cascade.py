@@ -170,3 +170,22 @@ def test_shared_only_and_rows_without_keys(target):
     state = cf.attend(q, store, plan, backend=target.backend)
     assert (state.o == 0).all()
     assert (state.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_a_finished_request_is_empty_whatever_it_shared(target, split):
+    """Lengths from the request's start: 0 is below the private node, so the shared tokens do not count either."""
+    m = target.model()
+    prefix, *suffixes = inputs.contexts(m, [32, 5, 20, 9])
+    contexts = inputs.join(prefix, suffixes)
+    store, table = inputs.paged(contexts, 8)
+    levels = [Level([0, 3], [32]), Level(range(4), [5, 20, 9])]
+    tree = PrefixTree.from_levels(levels, table=PageTable.from_block_table(target.put(table), 8))
+    plan = make_plan(target, tree, m, split=split)
+    q = target.queries(m, 3)
+    lens = [37, 0, 41]
+    plan.set_lengths(target.put(torch.tensor(lens)))
+    state = cf.attend(q, target.put(store), plan, backend=target.backend)
+    empty = tuple(x[:0] for x in contexts[1])
+    target.check(state, q, [contexts[0], empty, contexts[2]])
+    assert (state.lse[1] == -torch.inf).all()

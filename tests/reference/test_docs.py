@@ -66,6 +66,8 @@ def test_signatures_in_the_docs_name_every_parameter(name):
     text = sections()[name]
     if name == "PageTable":  # made by its class methods, never by its constructor
         functions = [cf.PageTable.from_block_table, cf.PageTable.from_csr, cf.PageTable.from_token_map]
+    elif name == "PrefixTree":
+        functions = [cf.PrefixTree.from_levels]
     else:
         functions = [getattr(cf, name)]
     for function in functions:

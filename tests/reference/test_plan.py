@@ -54,15 +54,18 @@ def test_every_key_of_every_row_is_covered_once(case, group, split, growth, hw):
     width = 200
     seen = np.zeros((len(ptrs), rows, group, width), int)
     slots = []
+    by_node = [(i, j) for i, n in enumerate(lens) for j in range(len(n))]  # nodes are numbered level by level
     for launch in made.launches:
         for row0, num_rows, table_row, start, stop, node, _, state in launch.items.tolist():
             assert 0 < num_rows <= launch.tile.block_m
             assert start < stop
-            assert table_row == node
+            level, own = by_node[node]
+            assert (level,) == launch.levels
+            assert table_row == own
             for r in range(row0, row0 + num_rows):
                 token, head = divmod(r, group)
-                seen[launch.level, token, head, start:stop] += 1
-                slots.append((token, head, int(made.row_first[token]) + state if state >= 0 else -1))
+                seen[level, token, head, start:stop] += 1
+                slots.append((token, head, int(made.rows[token, 1]) + state if state >= 0 else -1))
     for level, (ptr, n) in enumerate(zip(ptrs, lens, strict=True)):
         for token in range(rows):
             node = int(np.searchsorted(ptr, request[token], side="right")) - 1
@@ -98,10 +101,8 @@ def test_plan_equals_flat(case, split, growth, data):
     full = [*lens[:-1], [n + growth for n in lens[-1]]]
     parts = [inputs.contexts(m, n, seed=i) for i, n in enumerate(full)]
     stores = [cf.DenseKV(*inputs.dense(p, max([1, *map(len, (k for k, _ in p))]))) if p else empty_store(m) for p in parts]
-    if made.launches and made.launches[-1].level == len(ptrs) - 1:
+    if live:
         made.set_lengths(torch.tensor(live))
-    else:
-        live = [0] * len(live)
     contexts = []
     for b, t in enumerate(live):
         nodes = [int(np.searchsorted(p, b, side="right")) - 1 for p in ptrs]
@@ -134,14 +135,14 @@ def expected(attention, q, contexts, q_lens, live):
 
 
 def test_the_example_of_the_launch_docstring():
-    tree = PrefixTree.from_levels([Level([0, 1, 2], [5, 9])])
+    tree = PrefixTree.from_levels([Level([0, 1, 2], [1, 9])])
     hw = PRESETS["cpu"]
     made = cf.plan(tree, num_q_heads=4, num_kv_heads=1, head_dim=16, dtype=torch.float32, device="cpu", split=2, hardware=hw)
-    assert made.launches[0].items.tolist() == [
-        [0, 4, 0, 0, 3, 0, 1, 0], [0, 4, 0, 3, 5, 0, 1, 1], [4, 4, 1, 0, 5, 1, 2, 0], [4, 4, 1, 5, 9, 1, 2, 1],
-    ]  # fmt: skip
-    assert made.row_first.tolist() == [0, 2]
-    assert made.merge.indptr.tolist() == [0, 2, 4]
+    items = [[0, 4, 0, 0, 1, 0, 1, -1], [4, 4, 1, 0, 5, 1, 2, 0], [4, 4, 1, 5, 9, 1, 2, 1]]
+    assert made.launches[0].items.tolist() == items
+    assert made.rows.tolist() == [[0, 0, 0, 0], [1, 0, 1, 0]]
+    assert made.merge.rows.tolist() == [1]
+    assert made.merge.indptr.tolist() == [0, 2]
 
 
 def test_row_tiles_of_one_range_are_neighbours():
