@@ -32,13 +32,12 @@ def check_tensor(name: str, value: Any) -> torch.Tensor:
 
 def check_shape(name: str, tensor: Any, axes: str, **sizes: int) -> tuple[int, ...]:
     """Check rank and the named sizes; return the shape. ``check_shape("q", q, "B Hq D", D=128)``."""
-    check_tensor(name, tensor)
+    shape = tuple(check_tensor(name, tensor).shape)
     names = axes.split()
-    fits = tensor.dim() == len(names) and all(sizes.get(n, s) == s for n, s in zip(names, tensor.shape, strict=True))
-    if not fits:
+    if len(shape) != len(names) or any(sizes.get(n, s) != s for n, s in zip(names, shape, strict=True)):
         want = ", ".join(f"{n}={sizes[n]}" if n in sizes else n for n in names)
-        raise ValueError(f"{name}: expected shape [{want}], got {list(tensor.shape)}")
-    return tuple(tensor.shape)
+        raise ValueError(f"{name}: expected shape [{want}], got {list(shape)}")
+    return shape
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -91,7 +90,6 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 def check_no_grad(**tensors: torch.Tensor) -> None:
     """The kernels have no backward pass; refuse rather than return a result that silently has no gradient."""
-    if torch.is_grad_enabled():
-        names = [name for name, tensor in tensors.items() if tensor.requires_grad]
-        if names:
-            raise UnsupportedError("a gradient", [f"{', '.join(names)} requires grad; call under torch.no_grad()"])
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+        names = ", ".join(name for name, tensor in tensors.items() if tensor.requires_grad)
+        raise UnsupportedError("a gradient", [f"{names} requires grad; call under torch.no_grad()"])

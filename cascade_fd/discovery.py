@@ -1,21 +1,18 @@
 """Which requests share which leading pages, found from page ids alone. NumPy on the host.
 
-Exact: ids are compared, never hashed. Rows are sorted as bytes, so that rows with a common prefix become neighbours; the
-common prefix of any two rows is then the shortest one between the neighbours from one to the other.
+Exact: ids are compared, never hashed. A round compares every request of a group with one of them. Those that leave that
+one's path at the same place by the same id are a group of the next round, compared from there on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-# Gathers ids of several rows: (rows, first page, pages) -> [rows, pages or fewer], with anything beyond a row's end.
-_Window = Callable[[np.ndarray, int, int], np.ndarray]
-_NARROW = 32  # pages of each row compared at first: many pairs part early
-_WINDOW_IDS = 1 << 16  # ids gathered at once: small enough for a core's cache and for memory that is not new each time
+# Most ids of a pair, and of all pairs, that are compared at once: fewer take more steps, more leave the core's cache.
+_WIDTH, _WINDOW_IDS = 1024, 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +70,15 @@ def discover(pages: Any, counts: Any) -> Runs:
         >>> runs.order.tolist(), runs.stop.tolist(), runs.own.tolist()
         ([0, 2, 3, 1], [1, 2], [2, 2, 1, 0])
     """
-    table = _ids("pages", pages, "B W")
+    table = check_ids("pages", pages, "B W")
     B, W = table.shape
     lens = _counts(counts, np.full(B, W))
-    heads = table[:, 0] if W else np.zeros(B, table.dtype)
-    rows = _candidates(heads, lens)
-    keys = [table[b, :n].tobytes() for b, n in zip(rows.tolist(), lens[rows].tolist(), strict=True)]
-    return _runs(lens, rows, keys, lambda some, at, width: table[some, at : at + width])
+    ids, step = _flat(table)
+    return _runs(ids, np.arange(B) * step, lens)
 
 
 def discover_ragged(indices: Any, indptr: Any, counts: Any) -> Runs:
-    """``discover`` for rows of any lengths in one list; never builds a rectangle, memory is a few times the ids'.
+    """``discover`` for requests of any lengths in one list. Builds no rectangle: ids are compared where they are.
 
     Token ids work as page ids do, with pages of one token.
 
@@ -99,27 +94,16 @@ def discover_ragged(indices: Any, indptr: Any, counts: Any) -> Runs:
         >>> discover_ragged([7, 8, 9, 7, 8], [0, 3, 5], [3, 2]).own.tolist()
         [2, 2]
     """
-    ids = _ids("indices", indices, "nnz")
+    ids = np.ascontiguousarray(check_ids("indices", indices, "nnz"))
     ptr = _integers("indptr", indptr)
     if len(ptr) < 1 or ptr[0] != 0 or (np.diff(ptr) < 0).any() or ptr[-1] != len(ids):
         raise ValueError(f"indptr: expected offsets that start at 0, never fall and end at {len(ids)}, got {_short(ptr)}")
     lens = _counts(counts, np.diff(ptr))
-    heads = np.zeros(len(lens), ids.dtype)
-    heads[lens > 0] = ids[ptr[:-1][lens > 0]]
-    rows = _candidates(heads, lens)
-    begin = ptr[rows]
-    keys = [ids[i:j].tobytes() for i, j in zip(begin.tolist(), (begin + lens[rows]).tolist(), strict=True)]
-
-    def window(some: np.ndarray, at: int, width: int) -> np.ndarray:
-        first = ptr[some] + at
-        if first.max() + width <= len(ids):
-            return np.lib.stride_tricks.sliding_window_view(ids, width)[first]
-        return ids.take(first[:, None] + np.arange(width), mode="clip")
-
-    return _runs(lens, rows, keys, window)
+    return _runs(ids, ptr[:-1], lens)
 
 
-def _ids(name: str, value: Any, axes: str) -> np.ndarray:
+def check_ids(name: str, value: Any, axes: str) -> np.ndarray:
+    """An int32 or int64 array of the rank that ``axes`` names; an empty list passes."""
     array = np.asarray(value)
     if array.ndim != len(axes.split()):
         raise ValueError(f"{name}: expected shape [{', '.join(axes.split())}], got {list(array.shape)}")
@@ -154,94 +138,144 @@ def _short(array: np.ndarray) -> str:
     return f"{array[:8].tolist()}{'...' if len(array) > 8 else ''}"
 
 
-def _candidates(heads: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Requests whose first page another request has too. All others share nothing, and cost nothing from here on."""
-    rows = np.flatnonzero(counts)
-    _, head, sharers = np.unique(heads[rows], return_inverse=True, return_counts=True)
-    return rows[sharers[head] > 1]
+def _flat(table: np.ndarray) -> tuple[np.ndarray, int]:
+    """The table as one list, and the distance from row to row in it. A view, unless the strides are unusual."""
+    B, W = table.shape
+    step, rest = divmod(table.strides[0], table.itemsize)
+    if not table.size or rest or step < 0 or table.strides[1] != table.itemsize:
+        return np.ascontiguousarray(table).ravel(), W
+    return np.lib.stride_tricks.as_strided(table, ((B - 1) * step + W,), (table.itemsize,)), step
 
 
-def _runs(counts: np.ndarray, rows: np.ndarray, keys: list[bytes], window: _Window) -> Runs:
-    """Runs of a batch; ``keys`` are the ids, as bytes, of the requests ``rows``. The others share nothing."""
-    # Python compares bytes with memcmp: several times faster than NumPy's sorts of rows, which go byte by byte.
-    ranked = rows[sorted(range(len(keys)), key=keys.__getitem__)]
+def _runs(ids: np.ndarray, begin: np.ndarray, counts: np.ndarray) -> Runs:
+    """Runs of a batch whose request b has the ids ``ids[begin[b] : begin[b] + counts[b]]``.
+
+    Work is what it takes to read every shared page about once; rounds are few (about log2 B, one if no shared run branches
+    off another), unless the batch is arranged so that each round's leader leaves its group's path first.
+    """
     B = len(counts)
-    shared = np.zeros(max(B, 1), np.int64)  # [p]: pages in common of positions p and p + 1; 0 after the last position
-    if len(ranked):
-        shared[: len(ranked) - 1] = _common_pages(ranked[:-1], ranked[1:], counts, window)
-    order = np.concatenate((ranked, np.setdiff1d(np.arange(B), rows, assume_unique=True)))
-    return _in_batch_order(order, shared[:B], *_nest(shared))
+    rows = np.flatnonzero(counts)
+    rows = rows[ids[begin[rows]].argsort(kind="stable")]
+    some, group = _company(_changes(ids[begin[rows]]))
+    rows = rows[some]
+    above, done = np.full(len(rows), -1), np.ones(len(rows), np.int64)  # node above each group, and ids known to be shared
+    nodes, inner, n = [np.empty((4, 0), np.int64)], np.full(B, -1), 0
+    while len(rows):
+        depth, leads = _depths(ids, begin[rows], counts[rows], group, done)
+        more = (depth < counts[rows]) & ~leads
+        then = ids[np.where(more, begin[rows] + depth, 0)]  # the id by which a row leaves its leader
+        place = (group << 32) + (depth << 1) + more
+        by = np.lexsort((then, place))
+        rows, group, above, depth, place, then = rows[by], group[by], above[by], depth[by], place[by], then[by]
+        fresh = _changes(place >> 1)  # a node per depth at which a group splits; deeper rows of the group follow and share it
+        first = fresh.nonzero()[0]
+        node = fresh.cumsum() + (n - 1)
+        root = _changes(group[first])
+        nodes.append(_nodes(B, rows, group, first, np.where(root, above[first], node[first] - 1), depth))
+        inner[rows] = node
+        n += len(first)
+        some, group = _company(_changes(place, then) | (place & 1 == 0))
+        rows, above, done = rows[some], node[some], depth[some] + 1
+    return _in_batch_order(np.concatenate(nodes, 1), inner)
 
 
-def _common_pages(a: np.ndarray, b: np.ndarray, counts: np.ndarray, window: _Window) -> np.ndarray:
-    """How many leading ids request ``a[i]`` has in common with ``b[i]``, window after window of the pairs still equal."""
-    limit = np.minimum(counts[a], counts[b])
-    common, pairs, at, width = limit.copy(), np.arange(len(a)), 0, _NARROW
+def _nodes(B: int, rows: np.ndarray, group: np.ndarray, first: np.ndarray, parent: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    """``[4, n]`` parent, stop, number of requests and lowest request of nodes from ``first`` to the end of their group."""
+    ends = group.searchsorted(group[first], side="right")
+    # Later groups are lifted above earlier ones, so a minimum that runs backwards starts anew with each group.
+    lowest = np.minimum.accumulate((rows + group * B)[::-1])[::-1][first] - group[first] * B
+    return np.stack((parent, depth[first], ends - first, lowest))
+
+
+def _changes(*keys: np.ndarray) -> np.ndarray:
+    """True where any of the sorted keys differs from the entry before it, and on the first entry."""
+    change = np.ones(len(keys[0]), bool)
+    np.not_equal(keys[0][1:], keys[0][:-1], out=change[1:])
+    for key in keys[1:]:
+        change[1:] |= key[1:] != key[:-1]
+    return change
+
+
+def _company(opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which entries are not alone in their group, and the numbers of their groups; groups begin where ``opens``."""
+    some = ~opens
+    some[:-1] |= some[1:]
+    return some, opens[some].cumsum() - 1
+
+
+def _depths(
+    ids: np.ndarray, begin: np.ndarray, counts: np.ndarray, group: np.ndarray, done: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many leading ids each row shares with the leader of its group, and who leads. A leader shares with its closest."""
+    opens = _changes(group).nonzero()[0]
+    # The middle one: a chain in batch order, where every request leaves the path a bit later, then halves in each round.
+    leader = opens.copy()
+    leader[:-1] += opens[1:]
+    leader[-1] += len(group)
+    leader //= 2
+    leads = np.zeros(len(group), bool)
+    leads[leader] = True
+    leader = leader[group]
+    limit = np.minimum(counts, counts[leader])
+    limit[leads] = 0
+    depth = _common(ids, begin, begin[leader], limit, done)
+    depth[leads] = np.maximum.reduceat(depth, opens)
+    return depth, leads
+
+
+def _common(ids: np.ndarray, a: np.ndarray, b: np.ndarray, limit: np.ndarray, done: np.ndarray) -> np.ndarray:
+    """How many ids, at most ``limit``, agree from ``a[i]`` and from ``b[i]`` on; the first ``done`` do. Window by window."""
+    common, pairs = limit.copy(), (done < limit).nonzero()[0]
+    at, left, starts = done[pairs], (limit - done)[pairs], np.stack((a + done, b + done))[:, pairs]
     while len(pairs):
-        differs = window(a[pairs], at, width) != window(b[pairs], at, width)
+        width = min(_WIDTH, -(-_WINDOW_IDS // len(pairs)), int(left.max()))
+        differs = np.not_equal(*_windows(ids, starts, width))  # the ids are not kept: new memory costs more than comparing
         where = differs.argmax(1)
         parted = differs[np.arange(len(pairs)), where]
-        common[pairs[parted]] = np.minimum(at + where, limit[pairs])[parted]
-        at += width
-        pairs = pairs[~parted & (limit[pairs] > at)]
-        width = max(_NARROW, _WINDOW_IDS // max(len(pairs), 1))
+        found = parted & (where < left)
+        common[pairs[found]] = (at + where)[found]
+        going = (left > width) & ~parted
+        pairs, at, left, starts = pairs[going], at[going] + width, left[going] - width, starts[:, going] + width
     return common
 
 
-def _nest(shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Nested intervals of neighbours: ``[n, 4]`` columns parent, first, last, stop, and for each pair of neighbours the
-    node that holds exactly what they share (-1: nothing). One step per change of ``shared``, with a stack of open nodes.
+def _windows(ids: np.ndarray, first: np.ndarray, width: int) -> np.ndarray:
+    """``[..., width]`` ids from each ``first`` on; what lies beyond the request's own is for the caller to ignore."""
+    step, last = ids.itemsize, len(ids) - width
+    windows = np.ndarray((last + 1, width), ids.dtype, ids, 0, (step, step))  # sliding_window_view, without the time it takes
+    block = windows[np.minimum(first, last)]
+    late = first > last
+    if late.any():
+        block[late] = ids.take(first[late][:, None] + np.arange(width), mode="clip")
+    return block
+
+
+def _in_batch_order(nodes: np.ndarray, inner: np.ndarray) -> Runs:
+    """Runs from nodes (rows as of ``_nodes``, parents before children) and the innermost node of each request (-1: none).
+
+    Siblings, which are the nodes and the private rests under one parent, stand in the order of their lowest request.
     """
-    changes = np.flatnonzero(np.diff(shared, prepend=-1))
-    nodes: list[list[int]] = []
-    stack: list[int] = []
-    holder = []
-    for i, depth in zip(changes.tolist(), shared[changes].tolist(), strict=True):
-        first = i
-        while stack and nodes[stack[-1]][3] > depth:  # position i is the last one that shares so much
-            node = nodes[stack.pop()]
-            first, node[2] = node[1], i + 1
-            inner = stack and nodes[stack[-1]][3] >= depth
-            node[0] = stack[-1] if inner else len(nodes) if depth else -1  # else: the node about to open holds it
-        if depth and not (stack and nodes[stack[-1]][3] == depth):
-            stack.append(len(nodes))
-            nodes.append([-1, first, -1, depth])
-        holder.append(stack[-1] if stack else -1)
-    lengths = np.diff(np.append(changes, len(shared)))
-    return np.array(nodes, np.int64).reshape(-1, 4), np.repeat(np.array(holder, np.int64), lengths)
-
-
-def _in_batch_order(order: np.ndarray, shared: np.ndarray, nodes: np.ndarray, holder: np.ndarray) -> Runs:
-    """Put siblings in the order of their lowest request, and nodes in preorder.
-
-    Siblings are the nodes and the private rests under one parent; each moves as a block.
-    """
-    parent, first, last, stop = nodes.T
-    n, B = len(nodes), len(order)
-    before = np.roll(shared, 1)  # what position p shares with p - 1; the entry after the last position is 0
-    inner = np.where(shared >= before, holder[:B], np.roll(holder[:B], 1))  # innermost node of each position
-    lowest = np.minimum.reduceat(np.append(order, B), np.stack((first, last), 1).ravel())[::2] if n else first
-    above = np.concatenate((parent, inner))
-    offset = _offsets(above, np.concatenate((lowest, order)), np.concatenate((last - first, np.ones(B, np.int64))))
+    parent, stop, size, lowest = nodes
+    n, B = len(parent), len(inner)
+    above, rank = np.concatenate((parent, inner)), np.concatenate((lowest, np.arange(B)))
+    offset = _offsets(above, rank, np.concatenate((size, np.ones(B, np.int64))))
     begin = [*offset[:n].tolist(), 0]  # 0: what the parent -1 adds
-    up = parent.tolist()
-    for i in np.argsort(stop).tolist():  # parents first
-        begin[i] += begin[up[i]]
-    position = offset[n:] + np.array(begin)[inner]
-    moved = np.array(begin[:n], np.int64)
-    preorder = np.lexsort((stop, moved))
+    for i, up in enumerate(parent.tolist()):
+        begin[i] += begin[up]
+    first = np.array(begin)
+    order = np.argsort(offset[n:] + first[inner])
+    own = np.append(stop, 0)[inner][order]
+    preorder = np.lexsort((stop, first[:n]))
     index = np.append(np.argsort(preorder), -1)
-    parent, stop, moved = index[parent[preorder]], stop[preorder], moved[preorder]
-    place = np.argsort(position)
-    start = np.append(stop, 0)[parent]
-    return Runs(order[place], parent, moved, moved + (last - first)[preorder], start, stop, np.maximum(shared, before)[place])
+    parent, first, stop, size = index[parent[preorder]], first[preorder], stop[preorder], size[preorder]
+    return Runs(order, parent, first, first + size, np.append(stop, 0)[parent], stop, own)
 
 
 def _offsets(group: np.ndarray, rank: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Where each block begins within its group if the blocks of a group stand one after the other by rank."""
     by = np.lexsort((rank, group))
     ends = np.cumsum(size[by])
-    opens = np.diff(group[by], prepend=-2) != 0
+    opens = _changes(group[by])
     base = (ends - size[by])[opens]
     offset = np.empty_like(ends)
     offset[by] = ends - size[by] - base[np.cumsum(opens) - 1]

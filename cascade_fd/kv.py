@@ -21,10 +21,12 @@ class KVStore:
     """What the backends read: ``k [rows, tokens, Hkv, D]``, ``v [rows, tokens, Hkv, Dv]``, any strides but the last.
 
     ``page_size`` says what a row is: a page of so many tokens that tables point at, or (0) the whole context of a table row.
+    ``reach`` is the largest element offset within one KV head: kernels need 64-bit offsets where it exceeds 2^31 - 1.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int):
         self.k, self.v, self.page_size = k, v, page_size
+        self.reach = max(_reach(k), _reach(v))
 
     @property
     def num_rows(self) -> int:
@@ -38,6 +40,10 @@ class KVStore:
     def head_dims(self) -> tuple[int, int]:
         """(D, Dv)."""
         return self.k.shape[3], self.v.shape[3]
+
+
+def _reach(x: torch.Tensor) -> int:
+    return sum((size - 1) * abs(stride) for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)) + x.shape[3]
 
 
 class PagedKV(KVStore):

@@ -24,6 +24,8 @@ from cascade_fd.tree import Level, PrefixTree
 if TYPE_CHECKING:
     from cascade_fd.kernels.aot import Compiled
 
+# The 32-row tile on sm_90 spills up to 216 bytes outside its main loop; on an H200 every tile without spills was slower.
+SPILL_BYTES = 256
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -110,7 +112,7 @@ def problems(variant: Compiled, arch: str) -> list[str]:
     found = []
     if variant.shared > PRESETS[arch].smem:
         found.append(f"{variant.shared} bytes of shared memory, the device has {PRESETS[arch].smem}")
-    if variant.spills:
+    if (variant.spills or 0) > SPILL_BYTES:
         found.append(f"{variant.spills} bytes spilled")
     if variant.name == "attend_kernel" and variant.load_bytes < 16:
         found.append(f"keys and values are loaded {variant.load_bytes} bytes at a time")

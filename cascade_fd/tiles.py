@@ -74,13 +74,17 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def tile_rows(hw: Hardware, dtype: torch.dtype) -> list[int]:
-    """Rows of the tiles that a device has for a dtype, rising."""
-    return sorted({tile.block_m for tile in _tiles(hw, dtype)})
+def tile_rows(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> list[int]:
+    """Rows of the tiles that a device has for a dtype and head dims, rising."""
+    return sorted({tile.block_m for tile in _tiles(hw, dtype, head_dims)})
 
 
-def _tiles(hw: Hardware, dtype: torch.dtype) -> tuple[AttendTile, ...]:
-    return _ATTEND.get((hw.arch, dtype.itemsize)) or _ATTEND["any", dtype.itemsize]
+def _tiles(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> list[AttendTile]:
+    tiles = _ATTEND.get((hw.arch, dtype.itemsize)) or _ATTEND["any", dtype.itemsize]
+    if max(map(padded, head_dims)) <= 128:
+        return list(tiles)
+    # Accumulators twice as wide: spread them over twice the threads; of 128 rows they would spill.
+    return [replace(t, num_warps=min(8, 2 * t.num_warps)) for t in tiles if t.block_m <= 64]
 
 
 def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int, programs: int = 1) -> AttendTile:
@@ -88,7 +92,7 @@ def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], ro
 
     Of tiles with as many rows, the first that can have ``programs`` resident at once, or the last.
     """
-    size, tiles = dtype.itemsize, _tiles(hw, dtype)
+    size, tiles = dtype.itemsize, _tiles(hw, dtype, head_dims)
     block_m = next((t.block_m for t in tiles if t.block_m >= rows), tiles[-1].block_m)
     same = [t for t in tiles if t.block_m == block_m]
     tile = next((t for t in same if t.per_sm * hw.num_sms >= programs), same[-1])

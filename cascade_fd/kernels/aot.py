@@ -31,7 +31,7 @@ class Compiled:
         name: kernel name.
         num_warps: as compiled.
         registers: per thread; None where no tool here can tell.
-        spills: bytes of local memory (NVIDIA) or spilled registers (AMD) per thread; None likewise.
+        spills: bytes of stack (NVIDIA) or spilled registers (AMD) per thread; None likewise.
         shared: bytes of shared memory per program.
         load_bytes: width of the narrowest async copy (NVIDIA), or, without any, of the widest global load.
     """
@@ -117,7 +117,7 @@ def _cuda_load_bytes(ptx: str) -> int:
 
 
 def _cuda_resources(cubin: bytes) -> tuple[int | None, int | None]:
-    """Registers and local memory from cuobjdump, which comes with Triton."""
+    """Registers and stack (where ptxas spills to) from cuobjdump, which comes with Triton."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         return None, None
@@ -125,7 +125,7 @@ def _cuda_resources(cubin: bytes) -> tuple[int | None, int | None]:
         file.write(cubin)
         file.flush()
         shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=False)
-    return _number(r"REG:(\d+)", shown.stdout), _number(r"LOCAL:(\d+)", shown.stdout)
+    return _number(r"REG:(\d+)", shown.stdout), _number(r"STACK:(\d+)", shown.stdout)
 
 
 def _number(pattern: str, text: str) -> int | None:

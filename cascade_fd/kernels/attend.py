@@ -72,13 +72,8 @@ def attend_kernel(
     head = h * G + (row0 + r) % G
     row_ok = r < num_rows
     out_row = tl.load(rows_ptr + row * 4, mask=row_ok, other=0).to(tl.int64)
-    first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(tl.int64)
-    private = tl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
-    private_start = tl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
-    unfinished = tl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
     q = load_tile(q_ptr, out_row * stride_q_t + head * stride_q_h, row_ok, D, BLOCK_D, True)
-    # Row r sees keys below limit; all rows see keys below the first row's limit.
-    limit = tl.where(q_end > 0, tl.minimum(end - q_end + row + 1, stop), stop)
+    # All rows see the keys that the first one sees.
     seen_by_all = tl.where(q_end > 0, tl.minimum(end - q_end + row0 // G + 1, stop), stop)
     whole = start + tl.maximum(seen_by_all - start, 0) // BLOCK_N * BLOCK_N
 
@@ -104,7 +99,8 @@ def attend_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         v = load_tile(v_ptr, v_offsets, pos, DV, BLOCK_DV, False)
         m, l, acc = fold_scores(m, l, acc, s, v, False, PRECISION)
-    for n0 in tl.range(whole, stop, BLOCK_N, num_stages=1):
+    limit = tl.where(q_end > 0, tl.minimum(end - q_end + row + 1, stop), stop)  # row r sees keys below limit
+    for n0 in tl.range(whole, stop, BLOCK_N, num_stages=2):
         pos = n0 + tl.arange(0, BLOCK_N)
         page = page_ids(ids_ptr, pos, stop, PAGE_SIZE)
         k_offsets = key_offsets(page, pos, stride_k_p, stride_k_t, PAGE_SIZE, WIDE)
@@ -115,6 +111,11 @@ def attend_kernel(
         v = load_tile(v_ptr, v_offsets, pos < stop, DV, BLOCK_DV, True)
         m, l, acc = fold_scores(m, l, acc, s, v, True, PRECISION)
 
+    # Loaded here and not above: registers are scarce in the loop.
+    first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(tl.int64)
+    private = tl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
+    private_start = tl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
+    unfinished = tl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
     l = tl.where(unfinished, l, 0.0)
     o = tl.where(unfinished[:, None], acc, 0.0) * inverse(l)[:, None]
     lse = log_sum(m, l, 1.0, 1.0)
@@ -165,13 +166,8 @@ def launch_attend(q, store, plan, launch, partials, out, qk_scale, lse_scale):
         BLOCK_N=tile.block_n,
         BLOCK_D=padded(shape.head_dim),
         BLOCK_DV=padded(shape.v_head_dim),
-        WIDE=max(_reach(k), _reach(v)) > _INT32_MAX,
+        WIDE=store.reach > _INT32_MAX,
         PRECISION="ieee" if q.element_size() == 4 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-
-
-def _reach(x):
-    """Largest element offset inside one KV head of a store (dense rows have their start in the base pointer)."""
-    return (x.shape[0] - 1) * abs(x.stride(0)) + (x.shape[1] - 1) * abs(x.stride(1)) + x.shape[3]

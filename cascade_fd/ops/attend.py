@@ -89,15 +89,24 @@ def _check_query(q: torch.Tensor, stores: list[KVStore], plan: Plan) -> None:
     shape = plan.shape
     check_shape("q", q, "T Hq D", T=plan.num_rows, Hq=shape.num_q_heads, D=shape.head_dim)
     check_last_axis("q", q)
+    previous = None
     for store in stores:
-        check_no_grad(k=store.k, v=store.v)
-        check_same("dtype", q=q, k=store.k)
-        check_same("device", q=q, k=store.k)
-        if store.num_kv_heads != shape.num_kv_heads or store.head_dims != shape.head_dims:
-            raise ValueError(
-                f"kv: expected Hkv={shape.num_kv_heads} and (D, Dv)={shape.head_dims}, "
-                f"got Hkv={store.num_kv_heads} and {store.head_dims}"
-            )
+        if store is not previous:
+            _check_match(q, store, plan)
+        previous = store
     check_dtype("q", q, (shape.dtype,))
     if q.device.type != plan.device.type:
         raise ValueError(f"plan: expected a plan for {q.device}, got one for {plan.device}")
+
+
+def _check_match(q: torch.Tensor, store: KVStore, plan: Plan) -> None:
+    shape = plan.shape
+    check_no_grad(k=store.k, v=store.v)
+    if q.dtype != store.k.dtype or q.device != store.k.device:
+        check_same("dtype", q=q, k=store.k)
+        check_same("device", q=q, k=store.k)
+    if store.num_kv_heads != shape.num_kv_heads or store.head_dims != shape.head_dims:
+        raise ValueError(
+            f"kv: expected Hkv={shape.num_kv_heads} and (D, Dv)={shape.head_dims}, "
+            f"got Hkv={store.num_kv_heads} and {store.head_dims}"
+        )

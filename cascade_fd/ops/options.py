@@ -53,22 +53,28 @@ def destination(
     shape: tuple[int, int, int], like: torch.Tensor, options: Any, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> AttentionState:
     """Where a result ``[T, Hq, Dv]`` goes: the caller's ``out`` and ``lse_out``, checked, or new tensors like ``like``."""
-    T, Hq, Dv = shape
-    out, lse = options.get("out"), options.get("lse_out")
+    out, lse, base = options.get("out"), options.get("lse_out"), options.get("base")
+    check_no_grad(q=like)
+    if base not in (None, "e", "2"):
+        check_choice("base", base, ("e", "2"))
     if out is None:
         out = torch.empty(shape, dtype=like.dtype, device=like.device)
+    else:
+        _check_buffer("out", out, like, dict(zip(("T", "Hq", "Dv"), shape, strict=True)), dtypes)
+        check_last_axis("out", out)
     if lse is None:
-        lse = torch.empty(T, Hq, dtype=torch.float32, device=like.device)
-    check_shape("out", out, "T Hq Dv", T=T, Hq=Hq, Dv=Dv)
-    check_dtype("out", out, dtypes)
-    check_last_axis("out", out)
-    check_shape("lse_out", lse, "T Hq", T=T, Hq=Hq)
-    check_dtype("lse_out", lse, (torch.float32,))
-    check_same("device", q=like, out=out, lse_out=lse)
-    for name, tensor in (("out", out), ("lse_out", lse)):
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(f"{name}: expected memory of its own for every element, got an expanded tensor")
-    check_no_grad(q=like, out=out, lse_out=lse)
-    base = options.get("base")
-    check_choice("base", base, (None, "e", "2"))
-    return AttentionState(out, lse, base or "e")
+        lse = torch.empty(shape[:2], dtype=torch.float32, device=like.device)
+    else:
+        _check_buffer("lse_out", lse, like, dict(zip(("T", "Hq"), shape[:2], strict=True)), (torch.float32,))
+    return AttentionState.trusted(out, lse, base or "e")
+
+
+def _check_buffer(
+    name: str, tensor: torch.Tensor, like: torch.Tensor, sizes: dict[str, Any], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    check_shape(name, tensor, " ".join(sizes), **sizes)
+    check_dtype(name, tensor, dtypes)
+    check_same("device", **{"q": like, name: tensor})
+    check_no_grad(**{name: tensor})
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name}: expected memory of its own for every element, got an expanded tensor")

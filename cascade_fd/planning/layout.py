@@ -29,6 +29,7 @@ from cascade_fd.tiles import AttendTile
 from cascade_fd.tree import Nodes, PrefixTree, check_room
 
 INT32_MAX = 2**31 - 1
+Group = tuple[AttendTile, np.ndarray]  # the nodes of one launch
 
 
 @dataclass(eq=False)
@@ -39,8 +40,7 @@ class Work:
         stop: capacity: the nodes' stop, plus max_new_tokens for private nodes.
         tokens: ``stop - start``; 0 if nobody reads the node.
         row0, num_rows: packed rows.
-        kind: which tile of the device's table, by rows (set with the splits).
-        chunk, splits: tokens per split, and how many that makes; 0 for a node without keys or rows.
+        chunk, splits: tokens per split, and how many that makes; 0 for a node without keys or rows. Set by the planner.
     """
 
     nodes: Nodes
@@ -48,7 +48,6 @@ class Work:
     tokens: np.ndarray
     row0: np.ndarray
     num_rows: np.ndarray
-    kind: np.ndarray
     chunk: np.ndarray
     splits: np.ndarray
 
@@ -64,8 +63,7 @@ class Work:
         row0 = offsets[nodes.first]
         num_rows = offsets[nodes.last] - row0
         tokens = np.where(num_rows > 0, stop - nodes.start, 0)
-        empty = np.zeros_like(stop)
-        return cls(nodes, stop, tokens, row0, num_rows, empty, np.maximum(empty, 1), empty)
+        return cls(nodes, stop, tokens, row0, num_rows, np.ones_like(stop), np.zeros_like(stop))
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:
@@ -79,7 +77,7 @@ def ceil(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def assemble(tree: PrefixTree, shape: Shape, device: torch.device, work: Work, tiles: list[AttendTile]) -> Plan:
+def assemble(tree: PrefixTree, shape: Shape, device: torch.device, work: Work, groups: list[Group]) -> Plan:
     """Number the states, build every array, and bring them to the device in one copy."""
     states = _per_request(work.nodes, work.splits, tree.num_requests)
     others = offsets_of(states != 1)
@@ -89,7 +87,6 @@ def assemble(tree: PrefixTree, shape: Shape, device: torch.device, work: Work, t
     rows, merged, indptr = _row_tables(tree, slots, is_direct)
     ids, lens = _lengths(tree)
     columns = np.stack([ids, _q_end(tree), np.where(direct, -1, _states_above(work))], 1)
-    groups = _groups(tree, work, tiles)
     items = [_items(tree, work, nodes, tile, columns) for tile, nodes in groups]
     buffers = _upload([rows.ravel(), merged, indptr, lens, *(x.ravel() for x in items)], device)
     launches = [_launch(tree, work, *group, i, b) for group, i, b in zip(groups, items, buffers[4:], strict=True)]
@@ -165,16 +162,6 @@ def _q_end(tree: PrefixTree) -> np.ndarray:
     if tree.causal and tree.has_private:
         q_end[tree.num_shared :] = offsets_of(tree.q_lens)[1:]
     return q_end
-
-
-def _groups(tree: PrefixTree, work: Work, tiles: list[AttendTile]) -> list[tuple[AttendTile, np.ndarray]]:
-    """Nodes that can be launched together: one tile, and one table or one dense store. Larger tiles first."""
-    tables = tree.tables
-    source = np.array([i if table is None else tables.index(table) for i, table in enumerate(tables)])
-    key = (len(tiles) - 1 - work.kind) * len(tables) + source[work.nodes.level]
-    live = np.flatnonzero(work.splits > 0)
-    groups = [live[key[live] == k] for k in np.unique(key[live])]
-    return [(tiles[int(work.kind[nodes[0]])], nodes) for nodes in groups]
 
 
 def _items(tree: PrefixTree, work: Work, mine: np.ndarray, tile: AttendTile, columns: np.ndarray) -> np.ndarray:

@@ -7,8 +7,7 @@ import torch
 
 from cascade_fd.checks import FLOAT_DTYPES, check_group, check_int
 from cascade_fd.hardware import Hardware, hardware_of
-from cascade_fd.kv import PageTable
-from cascade_fd.planning.layout import INT32_MAX, Work, assemble, ceil
+from cascade_fd.planning.layout import INT32_MAX, Group, Work, assemble, ceil
 from cascade_fd.planning.splits import wave_splits
 from cascade_fd.planning.worklist import Plan, Shape
 from cascade_fd.tiles import AttendTile, attend_tile, tile_rows
@@ -56,8 +55,8 @@ def plan(
     _check_options(tree, shape, split, max_new_tokens)
     device = torch.device(device)
     work = Work.measure(tree, shape, max_new_tokens)
-    tiles = _choose_splits(work, shape, split, hardware or hardware_of(device), tree.tables)
-    return assemble(tree, shape, device, work, tiles)
+    groups = _choose_splits(tree, work, shape, split, hardware or hardware_of(device))
+    return assemble(tree, shape, device, work, groups)
 
 
 def _check_counts(**counts: tuple[int, ...]) -> None:
@@ -80,26 +79,32 @@ def _check_options(tree: PrefixTree, shape: Shape, split: str | int, max_new_tok
         raise ValueError("max_new_tokens: expected 0 for a tree without private nodes, which cannot grow")
 
 
-def _choose_splits(
-    work: Work, shape: Shape, split: str | int, hw: Hardware, tables: tuple[PageTable | None, ...]
-) -> list[AttendTile]:
-    """Give every node a tile by its rows and a split size; returns the tiles that ``kind`` indexes."""
-    sizes = tile_rows(hw, shape.dtype)
-    work.kind = np.minimum(np.searchsorted(sizes, work.num_rows), len(sizes) - 1)
+def _choose_splits(tree: PrefixTree, work: Work, shape: Shape, split: str | int, hw: Hardware) -> list[Group]:
+    """Sort the nodes into launches and give every node a split size."""
+    groups = _group(tree, work, tile_rows(hw, shape.dtype, shape.head_dims))
     work.chunk = np.maximum(work.tokens, 1)
-    tiles = []
-    for kind, rows in enumerate(sizes):
-        mine = np.flatnonzero((work.kind == kind) & (work.tokens > 0))
-        programs = ceil(work.num_rows[mine], rows) * shape.num_kv_heads
-        tile = attend_tile(hw, shape.dtype, shape.head_dims, rows, int(programs.sum()))
-        tiles.append(tile)
-        if len(mine) and split == "wave":
-            work.chunk[mine] = _wave_chunk(work.tokens[mine], programs, tile, hw)
     if split != "wave":
-        page = np.array([1 if table is None else table.page_size for table in tables])[work.nodes.level]
+        page = np.array([1 if table is None else table.page_size for table in tree.tables])[work.nodes.level]
         work.chunk = np.maximum(ceil(ceil(work.tokens, int(split)), page) * page, 1)
+    launched = []
+    for rows, nodes in groups:
+        programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
+        tile = attend_tile(hw, shape.dtype, shape.head_dims, rows, int(programs.sum()))
+        if split == "wave":
+            work.chunk[nodes] = _wave_chunk(work.tokens[nodes], programs, tile, hw)
+        launched.append((tile, nodes))
     work.splits = ceil(work.tokens, work.chunk)
-    return tiles
+    return launched
+
+
+def _group(tree: PrefixTree, work: Work, sizes: list[int]) -> list[tuple[int, np.ndarray]]:
+    """Rows of the tile, and the nodes, of every launch: one tile, and one table or one dense store. Larger tiles first."""
+    kind = np.minimum(np.searchsorted(sizes, work.num_rows), len(sizes) - 1)
+    source = np.array([i if table is None else tree.tables.index(table) for i, table in enumerate(tree.tables)])
+    key = (len(sizes) - 1 - kind) * len(tree.tables) + source[work.nodes.level]
+    live = np.flatnonzero(work.tokens > 0)
+    nodes = [live[key[live] == k] for k in np.unique(key[live])]
+    return [(sizes[kind[n[0]]], n) for n in nodes]
 
 
 def _wave_chunk(tokens: np.ndarray, programs: np.ndarray, tile: AttendTile, hw: Hardware) -> int:
