@@ -161,8 +161,8 @@ def _runs(ids: np.ndarray, begin: np.ndarray, counts: np.ndarray) -> Runs:
     above, done = np.full(len(rows), -1), np.ones(len(rows), np.int64)  # node above each group, and ids known to be shared
     nodes, inner, n = [np.empty((4, 0), np.int64)], np.full(B, -1), 0
     while len(rows):
-        depth, leads = _depths(ids, begin[rows], counts[rows], group, done)
-        more = (depth < counts[rows]) & ~leads
+        depth = _depths(ids, begin[rows], counts[rows], group, done)
+        more = depth < counts[rows]
         then = ids[np.where(more, begin[rows] + depth, 0)]  # the id by which a row leaves its leader
         place = (group << 32) + (depth << 1) + more
         by = np.lexsort((then, place))
@@ -203,24 +203,20 @@ def _company(opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return some, opens[some].cumsum() - 1
 
 
-def _depths(
-    ids: np.ndarray, begin: np.ndarray, counts: np.ndarray, group: np.ndarray, done: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """How many leading ids each row shares with the leader of its group, and who leads. A leader shares with its closest."""
+def _depths(ids: np.ndarray, begin: np.ndarray, counts: np.ndarray, group: np.ndarray, done: np.ndarray) -> np.ndarray:
+    """How many leading ids each row shares with the leader of its group, and the leader with the closest of the others."""
     opens = _changes(group).nonzero()[0]
     # The middle one: a chain in batch order, where every request leaves the path a bit later, then halves in each round.
     leader = opens.copy()
     leader[:-1] += opens[1:]
     leader[-1] += len(group)
     leader //= 2
-    leads = np.zeros(len(group), bool)
-    leads[leader] = True
-    leader = leader[group]
-    limit = np.minimum(counts, counts[leader])
-    limit[leads] = 0
-    depth = _common(ids, begin, begin[leader], limit, done)
-    depth[leads] = np.maximum.reduceat(depth, opens)
-    return depth, leads
+    other = leader[group]
+    limit = np.minimum(counts, counts[other])
+    limit[leader] = 0
+    depth = _common(ids, begin, begin[other], limit, done)
+    depth[leader] = np.maximum.reduceat(depth, opens)
+    return depth
 
 
 def _common(ids: np.ndarray, a: np.ndarray, b: np.ndarray, limit: np.ndarray, done: np.ndarray) -> np.ndarray:

@@ -79,8 +79,6 @@ class PrefixIndex:
             ValueError, TypeError: as ``add``.
         """
         end, ids = self._end(key), _page_ids(page_ids)
-        if not len(ids):
-            return
         if end.size == 1 and end.parent is not None:  # nobody else passes here
             end.edge = np.concatenate((end.edge, ids))
             return
@@ -119,7 +117,7 @@ class PrefixIndex:
         while len(ids):
             child = node.children.get(int(ids[0]))
             if child is None:
-                child = node.children[int(ids[0])] = _Node(ids.copy(), node, 0)
+                child = node.children[int(ids[0])] = _Node(ids.copy(), node, 0)  # the caller keeps theirs
             common = _common(child.edge, ids)
             if common < len(child.edge):
                 child = self._split(child, common)
@@ -152,7 +150,7 @@ class PrefixIndex:
 
 
 def _page_ids(value: Any) -> np.ndarray:
-    ids = check_ids("page_ids", value, "n").astype(np.int64)
+    ids = check_ids("page_ids", value, "n").astype(np.int64, copy=False)
     if len(ids) and ids.min() < 0:
         at = int(ids.argmin())
         raise ValueError(f"page_ids: expected ids of at least 0, got {ids[at]} at position {at}")

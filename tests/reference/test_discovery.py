@@ -164,6 +164,14 @@ def test_a_batch_that_is_arranged_keeps_its_order():
         assert discovered(lists).order.tolist() == list(range(len(lists)))
 
 
+@pytest.mark.parametrize("lists", [chain(256), chain(256)[::-1], shuffled(chain(256)), binary(8, 1), shuffled(binary(8, 1))])
+def test_rounds_are_few(lists):
+    """Not one per request: their number is what a deep tree costs."""
+    with patch.object(discovery, "_depths", wraps=discovery._depths) as rounds:
+        check(discover(*padded(lists)), lists)
+    assert rounds.call_count <= 16
+
+
 def test_widths_and_counts_of_zero():
     assert len(discover(np.zeros((0, 5), np.int32), [])) == 0
     runs = discover(np.zeros((3, 0), np.int32), [0, 0, 0])
@@ -191,8 +199,9 @@ def test_pages_beyond_a_count_have_no_influence():
         lambda t: np.asfortranarray(t),
         lambda t: np.pad(t, ((1, 2), (3, 4)))[1:-2, 3:-4],
         lambda t: t.astype(t.dtype.newbyteorder()),
+        lambda t: np.array([(0, row) for row in t], [("tag", "u1"), ("row", t.dtype, t.shape[1:])])["row"],
     ],
-    ids=["every other row", "every other column", "reversed", "column by column", "a slice", "other byte order"],
+    ids=["every other row", "every other column", "reversed", "column by column", "a slice", "other byte order", "a field"],
 )
 def test_strides_are_honoured(view):
     table, counts = padded(shuffled(binary(4, 3)))

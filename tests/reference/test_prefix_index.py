@@ -82,7 +82,21 @@ def test_ids_are_copied():
     index.add("a", mine)
     mine[:] = 9
     index.add("b", [1, 2, 4])
-    assert index.runs()[1].stop.tolist() == [2]
+    index.append_pages("a", mine)
+    mine[:] = 8
+    index.add("c", np.array([1, 2, 3, 9, 9, 9], np.int32))
+    assert index.runs()[1].stop.tolist() == [2, 6]
+
+
+def test_appending_nothing_changes_nothing():
+    index = PrefixIndex()
+    for key, pages in enumerate([[], [1], [1], [1, 2], [5]]):
+        index.add(key, pages)
+    before = state(index)[1]
+    for key in range(5):
+        index.append_pages(key, [])
+        tidy(index)
+    assert state(index)[1] == before
 
 
 def test_a_deep_tree_needs_no_recursion():
