@@ -15,11 +15,12 @@ from rich.table import Table
 from cascade_fd.checks import check_choice
 from cascade_fd.hardware import PRESETS, Hardware
 from cascade_fd.kv import DenseKV, KVStore, PagedKV, PageTable
+from cascade_fd.levels import Level
 from cascade_fd.ops.attend import attend
 from cascade_fd.ops.merge import merge, merge_, merge_ragged
 from cascade_fd.planning.planner import plan
 from cascade_fd.state import AttentionState
-from cascade_fd.tree import Level, PrefixTree
+from cascade_fd.tree import PrefixTree
 
 if TYPE_CHECKING:
     from cascade_fd.kernels.aot import Compiled

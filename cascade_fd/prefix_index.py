@@ -51,6 +51,10 @@ class PrefixIndex:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._ends
 
+    def keys(self) -> list[Hashable]:
+        """All requests, in order of arrival."""
+        return list(self._ends)
+
     def add(self, key: Hashable, page_ids: Any) -> None:
         """Add a request with its ``[n]`` page ids, which are copied.
 

@@ -6,62 +6,19 @@ context is its chain of nodes from a root down; the last one, its *private* node
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from cascade_fd.checks import check_int
+from cascade_fd.discovery import Runs, discover, discover_ragged
 from cascade_fd.kv import PageTable, check_indptr, host_ints
-
-NO_LIMIT = 1 << 40  # room of a dense row, which only the store knows
-
-
-@dataclass(frozen=True, eq=False)
-class Level:
-    """One level of a tree as a caller declares it.
-
-    Attributes:
-        indptr: ``[n + 1]``: node i is read by requests ``indptr[i] .. indptr[i + 1] - 1``.
-        lens: ``[n]`` tokens in each node.
-        table: page ids with one row per node, counted from the node's first token. None: the level's tokens are found in
-            the tree's own request table, or the level's KV store is dense and node i is its row i.
-    """
-
-    indptr: Any
-    lens: Any
-    table: PageTable | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Nodes:
-    """All nodes of a tree as int64 arrays of length n on the host, parents before children.
-
-    Attributes:
-        parent: index of the node above; -1 for a root.
-        first, last: positions ``[first, last)`` in tree order that read the node.
-        level: which of the tree's tables (and of the KV stores, where ``attend`` is given several) holds its tokens.
-        row: table row, or row of a dense store.
-        start, stop: token range within that row.
-        room: tokens the row has pages for.
-    """
-
-    parent: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    level: np.ndarray
-    row: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    room: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[Nodes]) -> Nodes:
-        return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.__dataclass_fields__))
+from cascade_fd.levels import Level, check_drafts, check_nesting, level_nodes
+from cascade_fd.nodes import NO_LIMIT, Nodes, check_room, nodes_of_runs, row_counts
+from cascade_fd.prefix_index import PrefixIndex
+from cascade_fd.sharing import check_context, check_pages, host_page_ids, seen_before, shareable_pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,93 +81,109 @@ class PrefixTree:
             raise ValueError("levels: expected at least one level, got none")
         ptrs = [check_indptr(f"levels[{i}].indptr", level.indptr) for i, level in enumerate(levels)]
         B = int(ptrs[0][-1])
-        _check_nesting(ptrs, B)
-        parts = _level_nodes(levels, ptrs, table)
-        rows = _q_lens(q_lens, B)
+        check_nesting(ptrs, B)
+        parts = level_nodes(levels, ptrs, table)
+        rows = row_counts(q_lens, B)
         has_private = len(ptrs[-1]) == B + 1 and bool((np.diff(ptrs[-1]) == 1).all())
         if causal:
-            _check_drafts(parts[-1], rows, has_private)
+            check_drafts(parts[-1], rows, has_private)
         tables = tuple(table if level.table is None else level.table for level in levels)
         return cls(Nodes.concatenate(parts), tables, rows, None, has_private, causal)
 
+    @classmethod
+    def from_block_tables(
+        cls, block_tables: Any, seq_lens: Any, page_size: int, *, q_lens: Any = 1, table: PageTable | None = None
+    ) -> PrefixTree:
+        """Find what is shared in a batch from its page ids alone: every run of whole pages that requests have in common.
 
-def _level_nodes(levels: Sequence[Level], ptrs: Sequence[np.ndarray], table: PageTable | None) -> list[Nodes]:
-    start = np.zeros(int(ptrs[0][-1]), np.int64)  # tokens of each request above this level
-    parts: list[Nodes] = []
-    for i, (level, ptr) in enumerate(zip(levels, ptrs, strict=True)):
-        parent = np.full(len(ptr) - 1, -1)
-        if i:
-            parent = sum(map(len, parts[:-1])) + np.searchsorted(ptrs[i - 1], ptr[:-1], side="right") - 1
-        nodes = _nodes(f"levels[{i}]", level, i, ptr, parent, start, table)
-        check_room(f"levels[{i}].lens", nodes, nodes.stop)
-        start = start + np.repeat(nodes.stop - nodes.start, np.diff(ptr))
-        parts.append(nodes)
-    return parts
+        Groups of any sizes side by side, nested to any depth, requests in any order. The page that a request's query rows
+        are in is never shared, however equal.
 
+        Args:
+            block_tables: ``[B, max_pages]`` page ids on the host; padding entries are never read.
+            seq_lens: ``[B]`` keys of each request on the host, its query rows included; 0 is a padded request.
+            page_size: tokens per page.
+            q_lens: query rows per request: one number, or ``[B]``.
+            table: the same rows where the kernels read them, if that is another tensor (a GPU's); default: ``block_tables``.
 
-def _nodes(
-    name: str, level: Level, index: int, ptr: np.ndarray, parent: np.ndarray, start: np.ndarray, table: PageTable | None
-) -> Nodes:
-    lens = host_ints(f"{name}.lens", level.lens)
-    n = len(ptr) - 1
-    if len(lens) != n or (lens < 0).any():
-        raise ValueError(f"{name}.lens: expected {n} lengths of at least 0, got {lens[:8].tolist()}")
-    first, last = ptr[:-1], ptr[1:]
-    which = np.full(n, index)
-    if level.table is None and table is not None:
-        if table.num_rows != len(start):
-            raise ValueError(f"table: expected one row per request ({len(start)}), got {table.num_rows}")
-        if n and (first == last).any():
-            raise ValueError(f"{name}.indptr: expected nodes of at least one request beside a request table, got an empty one")
-        begin = start[first]
-        return Nodes(parent, first, last, which, first, begin, begin + lens, table.room[first])
-    if level.table is not None and level.table.num_rows != n:
-        raise ValueError(f"{name}.table: expected one row per node ({n}), got {level.table.num_rows}")
-    room = np.full(n, NO_LIMIT) if level.table is None else level.table.room
-    return Nodes(parent, first, last, which, np.arange(n), np.zeros(n, np.int64), lens, room)
+        Raises:
+            ValueError: lengths beyond the table, negative page ids, a page twice in one request, more query rows than keys.
 
+        Example:
+            >>> tree = PrefixTree.from_block_tables([[7, 8, 9], [7, 8, 4], [5, 6, 0]], [40, 35, 20], 16)
+            >>> tree.num_shared, tree.nodes.stop.tolist()
+            (1, [32, 40, 35, 20])
+        """
+        ids = host_page_ids("block_tables", block_tables, "B max_pages")
+        table = table or PageTable.from_block_table(torch.from_numpy(ids), page_size)
+        lens, rows = check_context(seq_lens, q_lens, table, len(ids), page_size)
+        runs = discover(ids, shareable_pages(lens, rows, page_size))
+        used = np.arange(ids.shape[1]) < -(-lens // page_size)[:, None]
+        used[runs.order] &= np.arange(ids.shape[1]) >= seen_before(runs)[:, None]
+        check_pages(ids[used], lambda: [row[: -(-n // page_size)] for row, n in zip(ids, lens, strict=True)])
+        return cls._of_runs(runs, lens, rows, table)
 
-def check_room(name: str, nodes: Nodes, stop: np.ndarray) -> None:
-    """No token before ``stop`` of a node may need more table entries than its row has."""
-    bad = np.flatnonzero(stop > nodes.room)
-    if len(bad):
-        i = bad[0]
-        raise ValueError(
-            f"{name}: expected lengths that fit the table, got {stop[i]} tokens for node {i} of level {nodes.level[i]}, whose "
-            f"table row has pages for {nodes.room[i]}"
-        )
+    @classmethod
+    def from_csr(
+        cls,
+        indices: Any,
+        indptr: Any,
+        seq_lens: Any,
+        page_size: int,
+        *,
+        q_lens: Any = 1,
+        table: PageTable | None = None,
+    ) -> PrefixTree:
+        """As ``from_block_tables``, from page ids in one list: request b's are ``indices[indptr[b]:indptr[b + 1]]``."""
+        ids = host_page_ids("indices", indices, "nnz")
+        ptr = check_indptr("indptr", indptr, total=len(ids))
+        table = table or PageTable.from_csr(torch.from_numpy(ids), ptr, page_size)
+        lens, rows = check_context(seq_lens, q_lens, table, len(ptr) - 1, page_size)
+        runs = discover_ragged(ids, ptr, shareable_pages(lens, rows, page_size))
+        pages = [ids[a : a + -(-n // page_size)] for a, n in zip(ptr, lens.tolist(), strict=False)]
+        seen = seen_before(runs).tolist()
+        fresh = [pages[b][n:] for b, n in zip(runs.order.tolist(), seen, strict=True)]
+        check_pages(np.concatenate([*fresh, ids[:0]]), lambda: pages)
+        return cls._of_runs(runs, lens, rows, table)
 
+    @classmethod
+    def from_token_ids(cls, token_ids: Sequence[Any], *, q_lens: Any = 1, table: PageTable | None = None) -> PrefixTree:
+        """Find what is shared from the tokens themselves, where equal prefixes have equal keys wherever they lie.
 
-def _check_nesting(ptrs: Sequence[np.ndarray], B: int) -> None:
-    for i, ptr in enumerate(ptrs):
-        if ptr[-1] != B:
-            raise ValueError(f"levels[{i}].indptr: expected it to end at {B} requests like levels[0], got {int(ptr[-1])}")
-        if i and not np.isin(ptrs[i - 1], ptr).all():
-            raise ValueError(f"levels[{i}].indptr: expected every node inside one node of levels[{i - 1}]")
+        A shared node reads the keys of its first request: in ``table`` (a row per request), or in row b of a dense store.
+        ``token_ids`` are the tokens of each request so far, query rows included.
+        """
+        tokens = [host_ints(f"token_ids[{b}]", ids) for b, ids in enumerate(token_ids)]
+        lens = np.array([len(ids) for ids in tokens], np.int64)
+        rows = row_counts(q_lens, len(tokens))
+        ptr = np.concatenate(([0], np.cumsum(lens)))
+        runs = discover_ragged(np.concatenate([*tokens, np.empty(0, np.int64)]), ptr, shareable_pages(lens, rows, 1))
+        return cls._of_runs(runs, lens, rows, table, page_size=1)
 
+    @classmethod
+    def from_index(
+        cls, index: PrefixIndex, seq_lens: Mapping[Any, int], table: PageTable, *, q_lens: int = 1
+    ) -> tuple[list[Any], PrefixTree]:
+        """The tree of an index that is kept up to date as requests come, grow and go, and its keys in request order.
 
-def _q_lens(q_lens: Any, B: int) -> np.ndarray:
-    one = isinstance(q_lens, (int, np.integer))
-    lens = np.full(B, check_int("q_lens", q_lens, 0), np.int64) if one else host_ints("q_lens", q_lens)
-    if len(lens) != B or (lens < 0).any():
-        raise ValueError(f"q_lens: expected {B} row counts of at least 0, got {lens[:8].tolist()}")
-    return lens
+        ``seq_lens[key]`` are a request's keys; its whole pages, without those that query rows are in, are in the index. Row b
+        of ``table`` belongs to the b-th of the returned keys' order of arrival, see ``PrefixIndex.keys``.
+        """
+        order = {key: i for i, key in enumerate(index.keys())}
+        keys, runs = index.runs()
+        runs = replace(runs, order=np.array([order[key] for key in keys], np.int64))
+        lens = np.array([seq_lens[key] for key in order], np.int64)
+        rows = row_counts(q_lens, len(lens))
+        if len(lens) and (runs.own * table.page_size > (lens - rows)[runs.order]).any():
+            raise ValueError("seq_lens: expected at least the indexed whole pages and the query rows, got fewer keys")
+        return list(order), cls._of_runs(runs, lens, rows, table)
 
-
-def _check_drafts(own: Nodes, q_lens: np.ndarray, has_private: bool) -> None:
-    """A causal request needs as many private keys as query rows; no keys at all is a padded request and allowed."""
-    if not has_private:
-        if (q_lens > 1).any():
-            raise ValueError(
-                "levels: expected one private node per request in the last level, got nodes shared by requests of several "
-                "query rows, whose causal order they cannot express; add a level of one node per request (lens may be 0)"
-            )
-        return
-    keys = own.stop - own.start
-    bad = np.flatnonzero((keys > 0) & (q_lens > keys))
-    if len(bad):
-        i = bad[0]
-        raise ValueError(
-            f"q_lens: expected at most as many query rows as private keys, got {q_lens[i]} rows for {keys[i]} keys "
-            f"(request {own.first[i]})"
-        )
+    @classmethod
+    def _of_runs(
+        cls, runs: Runs, lens: np.ndarray, q_lens: np.ndarray, table: PageTable | None, page_size: int = 0
+    ) -> PrefixTree:
+        room = np.full(len(lens), NO_LIMIT) if table is None else table.room
+        nodes = nodes_of_runs(runs, page_size or (table.page_size if table else 1), lens, room)
+        check_room("seq_lens", nodes, nodes.stop)
+        in_order = bool((runs.order == np.arange(len(lens))).all())
+        return cls(nodes, (table,), q_lens[runs.order], None if in_order else runs.order, True, True)

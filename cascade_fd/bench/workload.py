@@ -10,11 +10,12 @@ import torch
 
 from cascade_fd.bench.cases import Case
 from cascade_fd.kv import PagedKV, PageTable
+from cascade_fd.levels import Level
 from cascade_fd.ops.attend import attend
 from cascade_fd.planning.planner import plan
 from cascade_fd.planning.worklist import Plan
 from cascade_fd.state import AttentionState
-from cascade_fd.tree import Level, PrefixTree
+from cascade_fd.tree import PrefixTree
 
 
 @dataclass(frozen=True)

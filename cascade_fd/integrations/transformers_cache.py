@@ -15,10 +15,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from cascade_fd.checks import UnsupportedError, check_shape
 from cascade_fd.kv import DenseKV, host_ints
+from cascade_fd.levels import Level
 from cascade_fd.ops.attend import attend
 from cascade_fd.planning.planner import plan
 from cascade_fd.planning.worklist import Plan
-from cascade_fd.tree import Level, PrefixTree
+from cascade_fd.tree import PrefixTree
 
 NAME = "cascade_fd"
 _TAG = "cascade_fd_source"

@@ -54,12 +54,12 @@ def _scale(sm_scale: Any, plan: Plan) -> float:
 def _stores(kv: Any, plan: Plan) -> list[KVStore]:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
-    stores = list(kv) if isinstance(kv, (list, tuple)) else [kv] * plan.num_levels
+    stores = list(kv) if isinstance(kv, (list, tuple)) else [kv] * len(plan.tree.tables)
     for store in stores:
         if not isinstance(store, KVStore):
             raise TypeError(f"kv: expected a PagedKV or DenseKV, or one per level, got {type(store).__name__}")
-    if len(stores) != plan.num_levels:
-        raise ValueError(f"kv: expected one store, or one per level ({plan.num_levels}), got {len(stores)}")
+    if len(stores) != len(plan.tree.tables):
+        raise ValueError(f"kv: expected one store, or one per level ({len(plan.tree.tables)}), got {len(stores)}")
     for launch in plan.launches:
         if any(stores[level] is not stores[launch.levels[0]] for level in launch.levels):
             raise ValueError(f"kv: expected one store for levels {list(launch.levels)}, which share a page table, got several")

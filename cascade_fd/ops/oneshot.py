@@ -8,11 +8,12 @@ import torch
 
 from cascade_fd.checks import check_dtype, check_int, check_shape, check_tensor
 from cascade_fd.kv import DenseKV, KVStore, PagedKV, PageTable, host_ints
+from cascade_fd.levels import Level
 from cascade_fd.ops.attend import attend
 from cascade_fd.ops.options import Options, known_options
 from cascade_fd.planning.planner import plan
 from cascade_fd.state import AttentionState
-from cascade_fd.tree import Level, PrefixTree
+from cascade_fd.tree import PrefixTree
 
 KV = KVStore | tuple[torch.Tensor, torch.Tensor]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cascade_fd.nodes import Nodes, check_room
 from cascade_fd.planning.worklist import (
     FIRST_SLOT,
     NODE,
@@ -26,7 +27,7 @@ from cascade_fd.planning.worklist import (
     Shape,
 )
 from cascade_fd.tiles import AttendTile
-from cascade_fd.tree import Nodes, PrefixTree, check_room
+from cascade_fd.tree import PrefixTree
 
 INT32_MAX = 2**31 - 1
 Group = tuple[AttendTile, np.ndarray]  # the nodes of one launch
@@ -99,7 +100,7 @@ def assemble(tree: PrefixTree, shape: Shape, device: torch.device, work: Work, g
         num_private=len(tree.nodes) - tree.num_shared,
         shape=shape,
         device=device,
-        num_levels=len(tree.tables),
+        tree=tree,
         splits=work.splits,
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from cascade_fd.tiles import AttendTile
+from cascade_fd.tree import PrefixTree
 
 # Columns of Launch.items.
 ROW0, NUM_ROWS, TABLE_ROW, START, STOP, NODE, Q_END, STATE = range(8)
@@ -119,7 +120,7 @@ class Plan:
         num_slots: rows of the workspace ``[num_slots, Hq, Dv]`` float32.
         num_private: B, or 0 if the tree has no private nodes.
         shape, device: what q and the stores must match.
-        num_levels: levels of the tree.
+        tree: what was planned (host).
         splits: ``[nodes]`` splits of each node of the tree (host), for explanations and tests.
     """
 
@@ -131,7 +132,7 @@ class Plan:
     num_private: int
     shape: Shape
     device: torch.device
-    num_levels: int
+    tree: PrefixTree
     splits: np.ndarray
 
     @property

@@ -189,3 +189,33 @@ def test_a_finished_request_is_empty_whatever_it_shared(target, split):
     empty = tuple(x[:0] for x in contexts[1])
     target.check(state, q, [contexts[0], empty, contexts[2]])
     assert (state.lse[1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("split", ["wave", 2])
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_a_discovered_tree_in_any_order(target, q_len, split):
+    """Two groups and two loners, mixed up: rows of q and of the output stay in request order."""
+    m = target.model()
+    heads = inputs.contexts(m, [24, 16], seed=5)
+    tails = inputs.contexts(m, [5, 9, 30, 2, 17, 8])
+    group = [0, None, 1, 0, 1, 0]
+    store, table = inputs.paged([*heads, *tails], 8)
+    rows = torch.full((6, 8), -1, dtype=torch.int32)
+    contexts = []
+    for b, (g, tail) in enumerate(zip(group, tails, strict=True)):
+        own = table[2 + b, : -(-len(tail[0]) // 8)]
+        pages = own if g is None else torch.cat([table[g, : len(heads[g][0]) // 8], own])
+        rows[b, : len(pages)] = pages
+        contexts.append(tail if g is None else tuple(torch.cat([heads[g][i], tail[i]]) for i in (0, 1)))
+    lens = [len(k) for k, _ in contexts]
+    on_device = PageTable.from_block_table(target.put(rows), 8)
+    tree = PrefixTree.from_block_tables(rows, lens, 8, q_lens=q_len, table=on_device)
+    assert tree.num_shared == 2
+    assert tree.order is not None
+    plan = make_plan(target, tree, m, split=split, max_new_tokens=3)
+    q = target.queries(m, 6 * q_len)
+    target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts, q_lens=q_len)
+    finished = [0 if b == 3 else n for b, n in enumerate(lens)]
+    plan.set_lengths(target.put(torch.tensor(finished)))
+    contexts[3] = tuple(x[:0] for x in contexts[3])
+    target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts, q_lens=q_len)

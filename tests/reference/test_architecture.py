@@ -11,21 +11,17 @@ ROOT = Path(__file__).parents[2] / "cascade_fd"
 # A module may import from lower layers and from its own package.
 LAYERS = {
     "checks": 0, "hardware": 0,
-    "state": 1, "interop": 1, "kv": 1, "tree": 1, "tiles": 1, "discovery": 1, "prefix_index": 1,
+    "state": 1, "interop": 1, "kv": 1, "tiles": 1, "discovery": 1, "prefix_index": 1, "nodes": 1, "levels": 1, "sharing": 1,
+    "tree": 1,
     "planning": 2, "kernels": 2,
     "backends": 3, "testing": 3,
     "ops": 4,
     "precompile": 5, "integrations": 5, "bench": 5, "demo": 6,
     "__init__": 7, "cli": 8,
 }  # fmt: skip
-SAME_LAYER = {
-    ("tree", "kv"),
-    ("tree", "discovery"),
-    ("tree", "prefix_index"),
-    ("prefix_index", "discovery"),
-    ("interop", "state"),
-    ("kernels", "planning"),
-}
+# Within layer 1, in this order; kernels read plans.
+ORDER = ["kv", "discovery", "prefix_index", "nodes", "levels", "sharing", "tree"]
+SAME_LAYER = {(a, b) for i, a in enumerate(ORDER) for b in ORDER[:i]} | {("interop", "state"), ("kernels", "planning")}
 
 
 def modules():
