@@ -76,7 +76,7 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time the benchmark cases on this machine; results are checked first")
     parser.add_argument("--cases", default="", help="comma-separated names, such as d3,c4 (default: all)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--num-splits", type=_positive, help="default: FlashAttention-2's wave-efficiency rule")
+    parser.add_argument("--split", default="wave", help="wave (default), balanced, fixed, or a number of splits")
     parser.add_argument("--out", metavar="FILE.csv", help="append the rows to this file")
     parser.set_defaults(func=_bench)
 
@@ -89,7 +89,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = [name for name in args.cases.split(",") if name]
-    run(names, device, args.num_splits or "wave", Path(args.out) if args.out else None)
+    run(names, device, int(args.split) if args.split.isdigit() else args.split, Path(args.out) if args.out else None)
     return 0
 
 

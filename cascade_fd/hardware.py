@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ class Hardware:
         num_sms: streaming multiprocessors (compute units on AMD); 1 for a CPU, which makes every range one split.
         smem: shared memory one program may use, in bytes.
         bandwidth: device memory read rate in bytes per second (measured where we could, else the data sheet's).
+        matmul_rate: dense bf16 products in FLOP per second, from the same sources; only lower bounds of time use it.
     """
 
     name: str
@@ -25,13 +27,14 @@ class Hardware:
     num_sms: int
     smem: int
     bandwidth: float
+    matmul_rate: float = math.inf  # unknown: no bound
 
 
 CPU = Hardware("CPU", "cpu", 1, 1 << 20, 2e10)
-A100 = Hardware("NVIDIA A100", "sm_80", 108, 166_912, 1.9e12)
-H200 = Hardware("NVIDIA H200", "sm_90", 132, 232_448, 4.6e12)
-B200 = Hardware("NVIDIA B200", "sm_100", 148, 232_448, 7.7e12)
-MI300X = Hardware("AMD MI300X", "gfx942", 304, 65_536, 5.3e12)
+A100 = Hardware("NVIDIA A100", "sm_80", 108, 166_912, 1.9e12, 312e12)
+H200 = Hardware("NVIDIA H200", "sm_90", 132, 232_448, 4.6e12, 770e12)
+B200 = Hardware("NVIDIA B200", "sm_100", 148, 232_448, 7.7e12, 2250e12)
+MI300X = Hardware("AMD MI300X", "gfx942", 304, 65_536, 5.3e12, 1307e12)
 PRESETS = {hw.arch: hw for hw in (CPU, A100, H200, B200, MI300X)}
 
 
@@ -42,8 +45,8 @@ def _of_cuda(index: int) -> Hardware:
     arch = gcn.split(":")[0] if gcn.startswith("gfx") else f"sm_{props.major}{props.minor}"
     smem = getattr(props, "shared_memory_per_block_optin", 65_536)
     known = PRESETS.get(arch)
-    bandwidth = known.bandwidth if known else 1e12
-    return Hardware(props.name, arch, props.multi_processor_count, smem, bandwidth)
+    rates = (known.bandwidth, known.matmul_rate) if known else (1e12,)
+    return Hardware(props.name, arch, props.multi_processor_count, smem, *rates)
 
 
 def hardware_of(device: torch.device | str) -> Hardware:

@@ -33,6 +33,7 @@ class PrefixTree:
         has_private: whether every request has a private node.
         causal: whether a request's rows are causal among themselves: the last row sees every key of its private node,
             the one before it all but the last, and so on. One row per request sees all.
+        declared: whether the caller said what is shared; else it was found in the batch.
     """
 
     nodes: Nodes
@@ -41,6 +42,7 @@ class PrefixTree:
     order: np.ndarray | None
     has_private: bool
     causal: bool
+    declared: bool
 
     @property
     def num_requests(self) -> int:
@@ -88,7 +90,7 @@ class PrefixTree:
         if causal:
             check_drafts(parts[-1], rows, has_private)
         tables = tuple(table if level.table is None else level.table for level in levels)
-        return cls(Nodes.concatenate(parts), tables, rows, None, has_private, causal)
+        return cls(Nodes.concatenate(parts), tables, rows, None, has_private, causal, declared=True)
 
     @classmethod
     def from_block_tables(
@@ -186,4 +188,4 @@ class PrefixTree:
         nodes = nodes_of_runs(runs, page_size or (table.page_size if table else 1), lens, room)
         check_room("seq_lens", nodes, nodes.stop)
         in_order = bool((runs.order == np.arange(len(lens))).all())
-        return cls(nodes, (table,), q_lens[runs.order], None if in_order else runs.order, True, True)
+        return cls(nodes, (table,), q_lens[runs.order], None if in_order else runs.order, True, True, declared=False)

@@ -137,7 +137,7 @@ def launch_attend(q, store, plan, launch, partials, out, qk_scale, lse_scale):
     shape, tile, k, v = plan.shape, launch.tile, store.k, store.v
     run(
         attend_kernel,
-        (len(launch.items) * shape.num_kv_heads,),
+        len(launch.items) * shape.num_kv_heads,
         q,
         k,
         v,

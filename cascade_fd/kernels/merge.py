@@ -146,7 +146,7 @@ def launch_merge_rows(partials, rows, out, sink, tile):
     H, DV = out.o.shape[1:]
     run(
         merge_rows_kernel,
-        (len(rows) * H * -(-DV // tile.block_d),),
+        len(rows) * H * -(-DV // tile.block_d),
         partials.o,
         partials.lse,
         rows.indptr,
@@ -175,7 +175,7 @@ def launch_merge_pair(a, b, out, mask, sink):
     block_r = max(1, 1024 // padded(DV))
     run(
         merge_pair_kernel,
-        (-(-T * H // block_r),),
+        -(-T * H // block_r),
         a.o,
         a.lse,
         b.o,

@@ -78,8 +78,13 @@ def ceil(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def assemble(tree: PrefixTree, shape: Shape, device: torch.device, work: Work, groups: list[Group]) -> Plan:
-    """Number the states, build every array, and bring them to the device in one copy."""
+def assemble(
+    tree: PrefixTree, shape: Shape, device: torch.device, work: Work, groups: list[Group], most_states: int = 0
+) -> Plan:
+    """Number the states, build every array, and bring them to the device in one copy.
+
+    ``most_states`` fixes the merge's tile; by default it follows the batch.
+    """
     states = _per_request(work.nodes, work.splits, tree.num_requests)
     others = offsets_of(states != 1)
     direct = (work.splits == 1) & (others[work.nodes.last] == others[work.nodes.first])
@@ -93,7 +98,7 @@ def assemble(tree: PrefixTree, shape: Shape, device: torch.device, work: Work, g
     launches = [_launch(tree, work, *group, i, b) for group, i, b in zip(groups, items, buffers[4:], strict=True)]
     return Plan(
         launches=tuple(launches),
-        merge=MergeRows(buffers[2], buffers[1], int(slots.max(initial=1))),
+        merge=MergeRows(buffers[2], buffers[1], most_states or int(slots.max(initial=1))),
         rows=buffers[0].view(-1, 4),
         lens=buffers[3],
         num_slots=int(indptr[-1]),
@@ -186,7 +191,9 @@ def _items(tree: PrefixTree, work: Work, mine: np.ndarray, tile: AttendTile, col
     items[:, STOP] = np.minimum(items[:, START] + work.chunk[node], work.stop[node])
     items[:, NODE:] = columns[node]
     items[:, STATE] += np.where(items[:, STATE] < 0, 0, split)
-    return items
+    cost = items[:, START] - items[:, STOP]
+    # Long items first, so that none starts when the others end; equal ones (and tiles of one range) stay side by side.
+    return items[np.argsort(cost, kind="stable")] if cost.min() != cost.max() else items
 
 
 def _launch(

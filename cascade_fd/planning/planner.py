@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from cascade_fd.checks import FLOAT_DTYPES, check_group, check_int
 from cascade_fd.hardware import Hardware, hardware_of
 from cascade_fd.planning.layout import INT32_MAX, Group, Work, assemble, ceil
-from cascade_fd.planning.splits import wave_splits
+from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, chunks
 from cascade_fd.planning.worklist import Plan, Shape
-from cascade_fd.tiles import AttendTile, attend_tile, tile_rows
+from cascade_fd.tiles import attend_tile, tile_rows
 from cascade_fd.tree import PrefixTree
+
+INVARIANT_STATES = 32  # the merge's tile, whatever the most states of a row in this batch
 
 
 def plan(
@@ -24,6 +28,7 @@ def plan(
     device: torch.device | str = "cuda",
     split: str | int = "wave",
     max_new_tokens: int = 0,
+    batch_invariant: bool = False,
     hardware: Hardware | None = None,
 ) -> Plan:
     """Lay out the work of one attention call over ``tree``; the plan serves every layer, and every step up to its capacity.
@@ -34,8 +39,11 @@ def plan(
         head_dim: D, or (D, Dv).
         dtype: of q and of the cache; with D it decides the tiles.
         device: where q and the cache live.
-        split: "wave" (FlashAttention-2's wave-efficiency rule) or a number of splits for every node.
+        split: "wave" (FlashAttention-2's wave-efficiency rule), "balanced" (as many equal splits as fill the device once),
+            "fixed" (splits of 512 tokens), or a number of splits for every node.
         max_new_tokens: how far private nodes may grow before a new plan is needed (``Plan.set_lengths``).
+        batch_invariant: bitwise the same result for a request whoever else is in the batch, on the Triton backend: "fixed"
+            splits counted from each node's start, tiles that depend on nothing but the request, and only declared sharing.
         hardware: plan for this device instead of the one that ``device`` names (to plan without a GPU).
 
     Raises:
@@ -54,9 +62,12 @@ def plan(
     shape = Shape(num_q_heads, num_kv_heads, *dims, dtype)
     _check_options(tree, shape, split, max_new_tokens)
     device = torch.device(device)
+    hw = hardware or hardware_of(device)
     work = Work.measure(tree, shape, max_new_tokens)
-    groups = _choose_splits(tree, work, shape, split, hardware or hardware_of(device))
-    return assemble(tree, shape, device, work, groups)
+    if batch_invariant:
+        _check_invariant(tree, split)
+        return assemble(tree, shape, device, work, _invariant_splits(tree, work, shape, hw), most_states=INVARIANT_STATES)
+    return assemble(tree, shape, device, work, _choose_splits(tree, work, shape, split, hw))
 
 
 def _check_counts(**counts: tuple[int, ...]) -> None:
@@ -72,8 +83,9 @@ def _check_options(tree: PrefixTree, shape: Shape, split: str | int, max_new_tok
         raise ValueError(f"head_dim: expected at least 1, got {shape.head_dims}")
     if shape.dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {shape.dtype}")
-    if split != "wave" and (not isinstance(split, int) or isinstance(split, bool) or split < 1):
-        raise ValueError(f"split: expected 'wave' or a number of splits of at least 1, got {split!r}")
+    if split not in POLICIES and (not isinstance(split, int) or isinstance(split, bool) or split < 1):
+        names = ", ".join(map(repr, POLICIES))
+        raise ValueError(f"split: expected {names} or a number of splits of at least 1, got {split!r}")
     check_int("max_new_tokens", max_new_tokens, 0, INT32_MAX)
     if max_new_tokens and not tree.has_private:
         raise ValueError("max_new_tokens: expected 0 for a tree without private nodes, which cannot grow")
@@ -81,20 +93,37 @@ def _check_options(tree: PrefixTree, shape: Shape, split: str | int, max_new_tok
 
 def _choose_splits(tree: PrefixTree, work: Work, shape: Shape, split: str | int, hw: Hardware) -> list[Group]:
     """Sort the nodes into launches and give every node a split size."""
-    groups = _group(tree, work, tile_rows(hw, shape.dtype, shape.head_dims))
     work.chunk = np.maximum(work.tokens, 1)
-    if split != "wave":
+    if isinstance(split, int):
         page = np.array([1 if table is None else table.page_size for table in tree.tables])[work.nodes.level]
-        work.chunk = np.maximum(ceil(ceil(work.tokens, int(split)), page) * page, 1)
+        work.chunk = np.maximum(ceil(ceil(work.tokens, split), page) * page, 1)
     launched = []
-    for rows, nodes in groups:
+    for rows, nodes in _group(tree, work, tile_rows(hw, shape.dtype, shape.head_dims)):
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
         tile = attend_tile(hw, shape.dtype, shape.head_dims, rows, int(programs.sum()))
-        if split == "wave":
-            work.chunk[nodes] = _wave_chunk(work.tokens[nodes], programs, tile, hw)
+        if isinstance(split, str):
+            work.chunk[nodes] = chunks(split, work.tokens[nodes], programs, tile, hw)
         launched.append((tile, nodes))
     work.splits = ceil(work.tokens, work.chunk)
     return launched
+
+
+def _check_invariant(tree: PrefixTree, split: str | int) -> None:
+    if not tree.declared:
+        raise ValueError("batch_invariant: expected a tree from levels, got one whose sharing was found in this very batch")
+    if split not in ("wave", "fixed"):
+        raise ValueError(f"split: expected 'fixed' (or the default) with batch_invariant, got {split!r}")
+
+
+def _invariant_splits(tree: PrefixTree, work: Work, shape: Shape, hw: Hardware) -> list[Group]:
+    """As ``_choose_splits``, from nothing but each node: however many share it, its rows meet the same tile and splits."""
+    sizes = tile_rows(hw, shape.dtype, shape.head_dims)
+    shared = np.arange(len(tree.nodes)) < tree.num_shared
+    rows = np.where(shared, 64, work.num_rows)
+    work.chunk = np.full(len(work.tokens), FIXED_TOKENS)
+    work.splits = ceil(work.tokens, work.chunk)
+    groups = _group(tree, replace(work, num_rows=rows), sizes)
+    return [(attend_tile(hw, shape.dtype, shape.head_dims, size), nodes) for size, nodes in groups]
 
 
 def _group(tree: PrefixTree, work: Work, sizes: list[int]) -> list[tuple[int, np.ndarray]]:
@@ -105,15 +134,3 @@ def _group(tree: PrefixTree, work: Work, sizes: list[int]) -> list[tuple[int, np
     live = np.flatnonzero(work.tokens > 0)
     nodes = [live[key[live] == k] for k in np.unique(key[live])]
     return [(sizes[kind[n[0]]], n) for n in nodes]
-
-
-def _wave_chunk(tokens: np.ndarray, programs: np.ndarray, tile: AttendTile, hw: Hardware) -> int:
-    """Tokens per split by FlashAttention-2's rule, counting work in units of the longest range.
-
-    For equal ranges that is the rule itself; one long range among short ones is still cut.
-    """
-    blocks = ceil(tokens, tile.block_n)
-    longest = int(blocks.max())
-    work = ceil(int((blocks * programs).sum()), longest)
-    splits = wave_splits(work, hw.num_sms * tile.per_sm, longest)
-    return ceil(longest, splits) * tile.block_n

@@ -6,10 +6,12 @@ A plan holds no page ids and no KV: it names table rows and token ranges, and le
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from cascade_fd.hardware import Hardware
 from cascade_fd.tiles import AttendTile
 from cascade_fd.tree import PrefixTree
 
@@ -60,9 +62,9 @@ class Launch:
     rows: request 0 has one state, which goes straight to the output; request 1 has two, in slots 0 and 1.
 
         ROW0 NUM_ROWS TABLE_ROW START STOP NODE Q_END STATE
-           0        4         0     0    1    0     1    -1
            4        4         1     0    5    1     2     0
            4        4         1     5    9    1     2     1
+           0        4         0     0    1    0     1    -1      the longest come first
 
     Attributes:
         items: ``[N, 8]`` int32, columns as above. ``Q_END`` is one past the request's last row, or 0 where no causal limit
@@ -162,3 +164,18 @@ class Plan:
         if lens.device.type != want.device.type:
             raise ValueError(f"lens: expected a tensor on {want.device} (a copy would synchronise), got one on {lens.device}")
         want.copy_(lens if lens.dtype == torch.int32 else lens.clamp(-1, 2**31 - 1))
+
+    def explain(self, hardware: Hardware | None = None) -> str:
+        """What is shared with whom, what is read and launched, and a lower bound of the time, as text. Host only.
+
+        ``hardware``: whose slots and rates count (default: the plan's device); name it for a plan made for another device.
+        """
+        from cascade_fd.planning.explain import explain
+
+        return explain(self, hardware)
+
+    def draw(self, path: str | Path, hardware: Hardware | None = None) -> None:
+        """Draw the tree and a simulated schedule into ``path``: ``.png``, ``.svg`` or ``.pdf``. Needs matplotlib."""
+        from cascade_fd.planning.draw import draw
+
+        draw(self, path, hardware)

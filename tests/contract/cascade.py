@@ -77,7 +77,7 @@ def test_ragged_rows_and_lengths(target):
     pages = PageTable.from_block_table(target.put(table), 8)
     tree = PrefixTree.from_levels([Level(range(6), lens)], q_lens=q_lens, table=pages)
     q = target.queries(m, sum(q_lens))
-    for split in ("wave", 1, 4):
+    for split in ("wave", "balanced", 1, 4):
         state = cf.attend(q, target.put(store), make_plan(target, tree, m, split=split), backend=target.backend)
         target.check(state, q, contexts, q_lens=q_lens)
 
@@ -112,7 +112,7 @@ def test_tree_with_a_table_per_level(target, split):
     target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts)
 
 
-@pytest.mark.parametrize("split", ["wave", 3])
+@pytest.mark.parametrize("split", ["balanced", 3])
 def test_tree_over_one_request_table(target, split):
     """Whole contexts in each request's pages; shared nodes read the first request's row, starting inside a page."""
     m = target.model()

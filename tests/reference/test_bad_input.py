@@ -239,3 +239,12 @@ def test_a_table_edited_after_planning_is_still_checked_on_the_cpu():
 def test_triton_on_the_cpu_says_what_to_do():
     with pytest.raises(cf.UnsupportedError, match="backend='triton' is not supported:\n  - tensors are on the CPU"):
         cf.decode(Q, K, V, backend="triton")
+
+
+def test_batch_invariance_needs_declared_sharing_and_fixed_splits():
+    sizes = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 16, "device": "cpu", "batch_invariant": True}
+    found = cf.PrefixTree.from_block_tables([[1, 2], [1, 3]], [20, 20], 16)
+    with pytest.raises(ValueError, match="batch_invariant: expected a tree from levels"):
+        cf.plan(found, **sizes)
+    with pytest.raises(ValueError, match="split: expected 'fixed'"):
+        cf.plan(cf.PrefixTree.from_levels([cf.Level([0, 1], [9])]), split=3, **sizes)

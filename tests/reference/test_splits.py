@@ -6,7 +6,7 @@ import torch
 
 from cascade_fd import Hardware, Level, PrefixTree, plan
 from cascade_fd.hardware import A100, CPU, H200, PRESETS
-from cascade_fd.planning.splits import wave_splits
+from cascade_fd.planning.splits import balanced_splits, wave_splits
 from cascade_fd.tiles import attend_tile
 
 
@@ -76,3 +76,32 @@ def test_more_work_than_a_wave_takes_the_tile_that_packs_more_programs():
     many = attend_tile(H200, torch.bfloat16, (128, 128), 4, programs=512)
     assert (few.per_sm, many.per_sm) == (2, 4)
     assert np.prod([many.per_sm, H200.num_sms]) >= 512
+
+
+@pytest.mark.parametrize(("B", "tokens", "programs"), [(1, 131072, 264), (4, 32768, 256), (16, 8192, 256), (64, 4096, 512)])
+def test_balanced_splits_fill_one_wave(B, tokens, programs):
+    made = flat_plan([tokens] * B, H200, split="balanced")
+    assert made.num_items * 8 == programs
+
+
+def test_balanced_splits_follow_the_lengths():
+    lens = np.random.default_rng(0).integers(128, 8192, 128, endpoint=True)
+    lens[0] = 131072
+    made = flat_plan(lens, H200, split="balanced")
+    items = made.launches[0].items
+    cost = items[:, 4] - items[:, 3]
+    assert made.splits[0] > 10
+    assert (cost[1:] <= cost[:-1]).all()  # long items first
+    slots = H200.num_sms * made.launches[0].tile.per_sm
+    assert int(cost.max()) <= 1.3 * max(lens[1:].max(), lens.sum() * 8 / slots)
+
+
+@pytest.mark.parametrize("slots", [1, 132, 528])
+def test_balanced_splits_never_launch_a_second_wave_of_their_own(slots):
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        blocks, programs = rng.integers(1, 500, 20), rng.integers(1, 9, 20)
+        splits = balanced_splits(blocks, programs, slots)
+        assert (splits >= 1).all()
+        assert (splits <= blocks).all()
+        assert ((splits - 1) * programs).sum() < slots
