@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = argparse.ArgumentParser(prog="cascade-fd", description="Exact attention for batches that share context.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_compile, _add_bench, _add_info):
+    for add in (_add_demo, _add_compile, _add_bench, _add_plan, _add_info):
         add(commands)
     args = parser.parse_args(argv)
     return int(args.func(args))
@@ -90,6 +90,44 @@ def _bench(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = [name for name in args.cases.split(",") if name]
     run(names, device, int(args.split) if args.split.isdigit() else args.split, Path(args.out) if args.out else None)
+    return 0
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="explain, and draw, the plan of a batch from its page ids; needs no GPU")
+    parser.add_argument(
+        "--block-tables", required=True, metavar="FILE", help=".npz or .json with block_tables [B, max_pages] and seq_lens [B]"
+    )
+    parser.add_argument("--page-size", type=_positive, required=True, help="tokens per page")
+    parser.add_argument("--num-q-heads", type=_positive, default=32, help="default: %(default)s")
+    parser.add_argument("--num-kv-heads", type=_positive, default=8, help="default: %(default)s")
+    parser.add_argument("--head-dim", type=_positive, default=128, help="default: %(default)s")
+    parser.add_argument("--q-len", type=_positive, default=1, help="query rows per request (default: %(default)s)")
+    parser.add_argument("--target", default="sm_90", help="cpu, sm_80, sm_90, sm_100 or gfx942 (default: %(default)s)")
+    parser.add_argument("--draw", metavar="FILE", help="draw tree and schedule: .png, .svg or .pdf")
+    parser.set_defaults(func=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.draw:
+        _need("bench", "matplotlib")
+    from cascade_fd.checks import check_choice
+    from cascade_fd.hardware import PRESETS
+    from cascade_fd.planning.from_file import read_tree
+    from cascade_fd.planning.planner import plan
+
+    heads = {"num_q_heads": args.num_q_heads, "num_kv_heads": args.num_kv_heads, "head_dim": args.head_dim}
+    try:
+        check_choice("target", args.target, list(PRESETS))
+        hardware = PRESETS[args.target]
+        tree = read_tree(Path(args.block_tables), args.page_size, args.q_len)
+        made = plan(tree, **heads, device="cpu", hardware=hardware)
+        if args.draw:
+            made.draw(args.draw, hardware)
+        print(made.explain(hardware))
+    except (OSError, ValueError, TypeError) as error:
+        print(f"cascade-fd plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -21,11 +21,8 @@ def test_a_request_does_not_feel_its_batch(target, q_len, seed):
     for mates in (0, 1, 3, 9):
         lens = rng.integers(q_len, 1200 if mates == 3 else 90, mates).tolist()
         sharers = int(rng.integers(0, mates + 1))  # of the mates, so many share my prefix; I am the last of them
-        suffixes = [
-            *inputs.contexts(m, lens[:sharers], seed=30 + mates),
-            mine,
-            *inputs.contexts(m, lens[sharers:], seed=60 + mates),
-        ]
+        others = inputs.contexts(m, lens, seed=30 + mates)
+        suffixes = [*others[:sharers], mine, *others[sharers:]]
         q = target.queries(m, (mates + 1) * q_len, seed=90 + mates)
         if alone is None:
             alone = q[:q_len].clone()

@@ -116,3 +116,30 @@ def test_tensors_on_another_than_the_current_gpu(target):
     q = inputs.queries(m, 2).to("cuda:1")
     state = cf.decode(q, k, v, seq_lens=[30, 65], num_splits=2)
     target.check(cf.merge(state, cf.AttentionState.empty(2, 4, 32, dtype=m.dtype, device="cuda:1")), q, contexts)
+
+
+def test_no_synchronisation_in_plan_lengths_or_attend(target):
+    """With host lengths and a table on the GPU nothing waits for the GPU and nothing is copied back."""
+    m = target.model()
+    table = torch.randperm(64, device="cuda").view(4, 16).int()
+    pool = torch.randn(64, 16, 2, 32, device="cuda", dtype=m.dtype)
+    kv = cf.PagedKV(pool, pool)
+    q = target.queries(m, 4)
+    lens = torch.tensor([140, 100, 200, 0], device="cuda")
+
+    def step():
+        tree = PrefixTree.from_levels(
+            [Level([0, 4], [64]), Level(range(5), [70, 30, 100, 0])], table=cf.PageTable.from_block_table(table, 16)
+        )
+        plan = cf.plan(tree, num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=m.dtype, device="cuda", max_new_tokens=40)
+        plan.set_lengths(lens)
+        return cf.attend(q, kv, plan)
+
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.lse[3].eq(-torch.inf).all()
+    assert state.lse[:3].isfinite().all()

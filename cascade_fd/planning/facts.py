@@ -1,0 +1,162 @@
+"""Counts about a plan, per node of its tree: what ``explain`` says in words and ``draw`` in a picture.
+
+Everything comes from the host (the tree, the splits, shapes of arrays), so a plan whose arrays are on a GPU costs no
+synchronisation. Lengths are those that the plan was made with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cascade_fd.hardware import Hardware
+from cascade_fd.planning.worklist import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """Counts with one entry per node of ``plan.tree``, and sums over them.
+
+    Attributes:
+        tokens: keys of the node; 0 if no query row reads it.
+        first: tree position of its first request.
+        readers: requests that read it (with at least one query row).
+        packed: packed query rows that read it.
+        depth, offset: nodes, and tokens, above it on the way to its root.
+        launch: index of the launch that computes it; -1: it has nothing to compute.
+        row_tiles: how many programs per KV head read each of its keys; 0 without a launch.
+        bytes_per_token: keys and values of one token, all KV heads.
+        flops: of the two products, over every key that a row sees.
+        growth: tokens that private nodes may grow by.
+    """
+
+    tokens: np.ndarray
+    first: np.ndarray
+    readers: np.ndarray
+    packed: np.ndarray
+    depth: np.ndarray
+    offset: np.ndarray
+    launch: np.ndarray
+    row_tiles: np.ndarray
+    bytes_per_token: int
+    flops: int
+    growth: int
+
+    @property
+    def shared(self) -> np.ndarray:
+        """Nodes with tokens and several readers in preorder: parents before children, siblings in tree order."""
+        found = np.flatnonzero((self.readers > 1) & (self.tokens > 0))
+        return found[np.lexsort((self.depth[found], self.first[found]))]
+
+    @property
+    def flat_bytes(self) -> int:
+        """KV bytes if every request reads its whole context."""
+        return int((self.tokens * self.readers).sum()) * self.bytes_per_token
+
+    @property
+    def unique_bytes(self) -> int:
+        """KV bytes if every node is read once."""
+        return int(self.tokens.sum()) * self.bytes_per_token
+
+    @property
+    def tile_bytes(self) -> int:
+        """KV bytes that programs ask for: every node once per row tile. What repeats may come from a cache."""
+        return int((self.tokens * self.row_tiles).sum()) * self.bytes_per_token
+
+    def floor(self, hw: Hardware) -> tuple[float, float]:
+        """Seconds to read every node once from memory, and to multiply, at the device's rates. Neither can be beaten."""
+        return self.unique_bytes / hw.bandwidth, self.flops / hw.matmul_rate
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Count."""
+    tree, shape = plan.tree, plan.shape
+    nodes = tree.nodes
+    packed = _between(tree.q_lens, nodes.first, nodes.last) * shape.group
+    tokens = np.where(packed > 0, nodes.stop - nodes.start, 0)
+    depth, offset = _above(nodes.parent, tokens)
+    launch = _launches(plan, packed)
+    width = shape.num_kv_heads * sum(shape.head_dims)
+    return Facts(
+        tokens=tokens,
+        first=nodes.first,
+        readers=_between(tree.q_lens > 0, nodes.first, nodes.last),
+        packed=packed,
+        depth=depth,
+        offset=offset,
+        launch=launch,
+        row_tiles=_row_tiles(plan, packed, launch),
+        bytes_per_token=width * shape.dtype.itemsize,
+        flops=_pairs(plan, packed, tokens) * 2 * width,
+        growth=_growth(plan, launch),
+    )
+
+
+def _between(counts: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Sums of ``counts[first:last]``."""
+    total = np.concatenate([[0], np.cumsum(counts)])
+    return total[last] - total[first]
+
+
+def _above(parent: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes, and tokens, above every node."""
+    depth, offset = np.zeros_like(tokens), np.zeros_like(tokens)
+    for i, up in enumerate(parent.tolist()):  # parents come before children
+        if up >= 0:
+            depth[i], offset[i] = depth[up] + 1, offset[up] + tokens[up]
+    return depth, offset
+
+
+def _launches(plan: Plan, packed: np.ndarray) -> np.ndarray:
+    """Launch of every node, by the planner's two rules; how many items the launches have tells which rule it was.
+
+    Batch-invariant plans give every shared node the tile of 64 rows, however many it has.
+    """
+    shared = np.arange(len(packed)) < plan.tree.num_shared
+    by_rows = _by_tile(plan, packed)
+    for launch in (by_rows, _by_tile(plan, np.where(shared, 64, packed))):
+        counts = np.bincount(launch + 1, plan.splits * _row_tiles(plan, packed, launch), len(plan.launches) + 1)[1:]
+        if counts.tolist() == [len(x.items) for x in plan.launches]:
+            return launch
+    return by_rows
+
+
+def _by_tile(plan: Plan, rows: np.ndarray) -> np.ndarray:
+    """Of the launches for a node's level the one with the smallest tile that holds ``rows``, or the largest."""
+    launch = np.full(len(rows), -1)
+    levels = plan.tree.nodes.level
+    for level in np.unique(levels):
+        mine = np.flatnonzero((plan.splits > 0) & (levels == level))
+        found = [i for i, x in enumerate(plan.launches) if level in x.levels]
+        if len(mine) and found:
+            found.sort(key=lambda i: plan.launches[i].tile.block_m)
+            sizes = [plan.launches[i].tile.block_m for i in found]
+            launch[mine] = np.array(found)[np.minimum(np.searchsorted(sizes, rows[mine]), len(found) - 1)]
+    return launch
+
+
+def _row_tiles(plan: Plan, packed: np.ndarray, launch: np.ndarray) -> np.ndarray:
+    """Programs per split and KV head of every node; 0 without a launch."""
+    block_m = np.array([1, *(x.tile.block_m for x in plan.launches)])[launch + 1]
+    return np.where(launch >= 0, -(-packed // block_m), 0)
+
+
+def _pairs(plan: Plan, packed: np.ndarray, tokens: np.ndarray) -> int:
+    """Packed rows x keys, without the keys that later rows of the same request hide."""
+    pairs = int((packed * tokens).sum())
+    if plan.tree.causal and plan.tree.has_private:
+        q_lens = plan.tree.q_lens[tokens[plan.tree.num_shared :] > 0]
+        pairs -= int((q_lens * (q_lens - 1) // 2).sum()) * plan.shape.group
+    return pairs
+
+
+def _growth(plan: Plan, launch: np.ndarray) -> int:
+    """From the longest private node, which nothing else in its launch reaches beyond."""
+    private = np.arange(plan.tree.num_shared, len(launch))
+    private = private[launch[private] >= 0]
+    if not len(private):
+        return 0
+    stop = plan.tree.nodes.stop
+    longest = private[np.argmax(stop[private])]
+    return max(0, plan.launches[launch[longest]].max_stop - int(stop[longest]))
