@@ -35,7 +35,7 @@ def explain(plan: Plan, hardware: Hardware | None = None) -> str:
 def reason(plan: Plan, node: int) -> str:
     """Why a node is read once for several requests, or not. There is no cost model: whatever the tree shares is shared."""
     tree = plan.tree
-    if tree.nodes.last[node] - tree.nodes.first[node] < 2:
+    if np.count_nonzero(tree.q_lens[tree.nodes.first[node] : tree.nodes.last[node]]) < 2:
         return "one reader"
     return "declared" if tree.declared else "found in the batch"
 
@@ -183,6 +183,8 @@ def _count(n: int, what: str) -> str:
 
 
 def _range(values: np.ndarray) -> str:
+    if not len(values):
+        return "none"
     low, high = int(values.min()), int(values.max())
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 

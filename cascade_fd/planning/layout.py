@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cascade_fd.kv import PageTable
 from cascade_fd.nodes import Nodes, check_room
 from cascade_fd.planning.worklist import (
     FIRST_SLOT,
@@ -92,7 +93,8 @@ def assemble(
     slots = np.where(is_direct, 0, states)
     rows, merged, indptr = _row_tables(tree, slots, is_direct)
     ids, lens = _lengths(tree)
-    columns = np.stack([ids, _q_end(tree), np.where(direct, -1, _states_above(work))], 1)
+    columns = np.empty((len(ids), 3), np.int64)
+    columns[:, 0], columns[:, 1], columns[:, 2] = ids, _q_end(tree), np.where(direct, -1, _states_above(work))
     items = [_items(tree, work, nodes, tile, columns) for tile, nodes in groups]
     buffers = _upload([rows.ravel(), merged, indptr, lens, *(x.ravel() for x in items)], device)
     launches = [_launch(tree, work, *group, i, b) for group, i, b in zip(groups, items, buffers[4:], strict=True)]
@@ -112,6 +114,8 @@ def assemble(
 
 def _per_request(nodes: Nodes, values: np.ndarray, B: int) -> np.ndarray:
     """Sum of ``values`` over the nodes that each request (in tree order) reads."""
+    if len(nodes) == B and nodes.parent.max(initial=-1) < 0 and (nodes.last - nodes.first == 1).all():
+        return values.astype(np.int64)  # nothing is shared
     change = np.bincount(nodes.first, values, B + 1) - np.bincount(nodes.last, values, B + 1)
     return np.cumsum(change[:B]).astype(np.int64)
 
@@ -200,24 +204,27 @@ def _launch(
     tree: PrefixTree, work: Work, tile: AttendTile, mine: np.ndarray, items: np.ndarray, buffer: torch.Tensor
 ) -> Launch:
     nodes = tree.nodes
-    levels = tuple(np.unique(nodes.level[mine]).tolist())
-    table = tree.tables[levels[0]]
-    id_range = None
-    if table is not None:
-        page = table.page_size
-        id_range = table.host_range(nodes.row[mine], nodes.start[mine] // page, ceil(nodes.stop[mine], page))
+    levels = nodes.level[mine]
+    one_level = levels[0] == levels[-1] or len(set(levels.tolist())) == 1
+    table = tree.tables[int(levels[0])]
     return Launch(
         items=buffer.view(-1, 8),
         ids=table.ids.to(buffer.device) if table else None,
         page_size=table.page_size if table else 0,
         table_stride=table.stride if table else 0,
-        levels=levels,
+        levels=(int(levels[0]),) if one_level else tuple(sorted(set(levels.tolist()))),
         tile=tile,
-        max_tokens=int((items[:, STOP] - items[:, START]).max()),
-        id_range=id_range,
-        max_row=int(nodes.row[mine].max()),
+        max_tokens=int(items[0, STOP] - items[0, START]),  # long items come first
+        id_range=_id_range(nodes, mine, table) if table else None,
+        max_row=0 if table else int(nodes.row[mine].max()),
         max_stop=int(work.stop[mine].max()),
     )
+
+
+def _id_range(nodes: Nodes, mine: np.ndarray, table: PageTable) -> tuple[int, int] | None:
+    if table.ids.device.type != "cpu":
+        return None
+    return table.host_range(nodes.row[mine], nodes.start[mine] // table.page_size, ceil(nodes.stop[mine], table.page_size))
 
 
 def _upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

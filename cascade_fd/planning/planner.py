@@ -129,8 +129,11 @@ def _invariant_splits(tree: PrefixTree, work: Work, shape: Shape, hw: Hardware) 
 def _group(tree: PrefixTree, work: Work, sizes: list[int]) -> list[tuple[int, np.ndarray]]:
     """Rows of the tile, and the nodes, of every launch: one tile, and one table or one dense store. Larger tiles first."""
     kind = np.minimum(np.searchsorted(sizes, work.num_rows), len(sizes) - 1)
-    source = np.array([i if table is None else tree.tables.index(table) for i, table in enumerate(tree.tables)])
-    key = (len(sizes) - 1 - kind) * len(tree.tables) + source[work.nodes.level]
+    key = len(sizes) - 1 - kind
+    if len(tree.tables) > 1:
+        source = np.array([i if table is None else tree.tables.index(table) for i, table in enumerate(tree.tables)])
+        key = key * len(tree.tables) + source[work.nodes.level]
     live = np.flatnonzero(work.tokens > 0)
-    nodes = [live[key[live] == k] for k in np.unique(key[live])]
+    keys = sorted(set(key[live].tolist()))
+    nodes = [live] if len(keys) == 1 else [live[key[live] == k] for k in keys]
     return [(sizes[kind[n[0]]], n) for n in nodes]
