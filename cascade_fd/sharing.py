@@ -66,10 +66,9 @@ def check_pages(pages: np.ndarray, by_request: Callable[[], list[np.ndarray]]) -
         return
     if pages.min() < 0:
         raise ValueError(f"block_tables: expected page ids of at least 0, got {int(pages.min())}")
-    where = np.empty(int(pages.max()) + 1, np.int32)
-    position = np.arange(len(pages), dtype=np.int32)
-    where[pages] = position
-    if (where[pages] == position).all():
+    seen = np.zeros(int(pages.max()) + 1, bool)
+    seen[pages] = True
+    if np.count_nonzero(seen) == len(pages):
         return
     for b, ids in enumerate(by_request()):
         if len(np.unique(ids)) != len(ids):

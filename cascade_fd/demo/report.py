@@ -141,9 +141,12 @@ def _costs(outcome: Outcome) -> Table:
 def _explanation(outcome: Outcome) -> str:
     B, P = len(outcome.task.private), outcome.task.prompt.shape[1]
     own = outcome.tokens_read()[1] - P
-    return (
+    text = (
         f"Bytes read, from shapes at the last step: {outcome.token_bytes():,} per token (K and V, all layers); flat reads "
         f"{B} x {P} prompt + {own} private tokens, cascade {P} + {own}. Copies that either makes on the way are not counted. "
         f"Flat's time has such copies in it: with a padding mask, transformers repeats K and V for every query head; "
         f"were all questions equally long, it would need no mask and {outcome.unpadded_ms:,.1f} ms per step."
     )
+    if outcome.model.device.type == "cuda":
+        text += " On a GPU a step of so small a model is bound by launches from Python, not by what attention reads."
+    return text
