@@ -22,11 +22,14 @@ class KVStore:
 
     ``page_size`` says what a row is: a page of so many tokens that tables point at, or (0) the whole context of a table row.
     ``reach`` is the largest element offset within one KV head: kernels need 64-bit offsets where it exceeds 2^31 - 1.
+    ``aligned`` says that the strides put every token's keys and values at multiples of 16 elements, which lets kernels copy 16
+    bytes at a time.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int):
         self.k, self.v, self.page_size = k, v, page_size
         self.reach = max(_reach(k), _reach(v))
+        self.aligned = all(n % 16 == 0 for n in (*k.stride()[:3], *v.stride()[:3], k.data_ptr(), v.data_ptr()))
 
     @property
     def num_rows(self) -> int:

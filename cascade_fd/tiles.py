@@ -81,6 +81,11 @@ def tile_rows(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> l
 
 def _tiles(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> list[AttendTile]:
     tiles = _ATTEND.get((hw.arch, dtype.itemsize)) or _ATTEND["any", dtype.itemsize]
+    if any(dim % 16 for dim in head_dims):
+        # Triton cannot prove 16-byte rows then and loads without async copies. With warp-group MMA (from 64 rows on) Triton
+        # 3.6.0 then gives the kernel too little shared memory (D 40, Dv 24 on an H200: wrong results, and out-of-range shared
+        # addresses under compute-sanitizer): such dims keep to plain MMA.
+        tiles = tuple(t for t in tiles if t.block_m <= 32) or tiles[:1]
     if max(map(padded, head_dims)) <= 128:
         return list(tiles)
     # Accumulators twice as wide: spread them over twice the threads; of 128 rows they would spill.

@@ -11,7 +11,7 @@ from cascade_fd.checks import UnsupportedError
 from cascade_fd.kernels.attend import launch_attend
 from cascade_fd.kernels.merge import launch_merge_pair, launch_merge_rows
 from cascade_fd.kv import KVStore
-from cascade_fd.planning.worklist import MergeRows, Plan
+from cascade_fd.planning.worklist import Launch, MergeRows, Plan
 from cascade_fd.state import AttentionState, base_factor
 from cascade_fd.tiles import merge_tile
 
@@ -21,6 +21,8 @@ def partial_states(
 ) -> AttentionState:
     """See ``reference.partial_states``. Partials are in base 2; every slot is written by exactly one item."""
     _check_device(q, multiplies=True)
+    for launch in plan.launches:
+        _check_alignment(stores[launch.levels[0]], launch)
     shape = plan.shape
     o = torch.empty(plan.num_slots, shape.num_q_heads, shape.v_head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(plan.num_slots, shape.num_q_heads, dtype=torch.float32, device=q.device)
@@ -63,3 +65,11 @@ def _check_device(tensor: torch.Tensor, *, multiplies: bool = False) -> None:
         reasons.append("Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there")
     if reasons:
         raise UnsupportedError("backend='triton'", reasons)
+
+
+def _check_alignment(store: KVStore, launch: Launch) -> None:
+    """Triton 3.6.0 gives warp-group MMA too little shared memory where tiles cannot be copied asynchronously: refuse."""
+    if launch.tile.block_m >= 64 and not store.aligned:
+        strides = f"strides {list(store.k.stride()[:3])} and {list(store.v.stride()[:3])}"
+        reason = f"keys and values start at multiples of 16 elements if {launch.tile.block_m} packed rows share a program"
+        raise UnsupportedError("this KV store", [f"{reason}; got {strides}, or memory that does not start so"])

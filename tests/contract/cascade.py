@@ -219,3 +219,16 @@ def test_a_discovered_tree_in_any_order(target, q_len, split):
     plan.set_lengths(target.put(torch.tensor(finished)))
     contexts[3] = tuple(x[:0] for x in contexts[3])
     target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts, q_lens=q_len)
+
+
+@pytest.mark.parametrize("dims", [(40, 24), (72, 72), (80, 80), (96, 96), (112, 112)])
+def test_head_dims_in_wide_tiles(target, dims):
+    """Many rows over one prefix: the tiles of 64 rows and more, on dims that fill them and on dims that do not."""
+    m = target.model(num_q_heads=6, head_dim=dims[0], v_head_dim=dims[1])
+    lens = [3] * 20
+    prefix, *suffixes = inputs.contexts(m, [150, *lens])
+    q = target.queries(m, 20)
+    state = cf.cascade_decode(
+        q, target.put(prefix), target.put(inputs.dense(suffixes)), num_splits=2, backend=target.backend
+    )  # fmt: skip
+    target.check(state, q, inputs.join(prefix, suffixes))

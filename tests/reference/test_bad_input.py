@@ -248,3 +248,20 @@ def test_batch_invariance_needs_declared_sharing_and_fixed_splits():
         cf.plan(found, **sizes)
     with pytest.raises(ValueError, match="split: expected 'fixed'"):
         cf.plan(cf.PrefixTree.from_levels([cf.Level([0, 1], [9])]), split=3, **sizes)
+
+
+def test_a_store_that_wide_tiles_cannot_read_is_refused():
+    """Rows of 68 elements: fine for few rows, refused where many share a prefix; never silently wrong."""
+    from cascade_fd.hardware import PRESETS
+
+    wide = torch.empty(1, 100, 2, 68, dtype=torch.float16, device="meta")[..., :64]
+    store = cf.DenseKV(wide, wide)
+    assert not store.aligned
+    tree = cf.PrefixTree.from_levels([cf.Level([0, 40], [100])], causal=False)
+    sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "device": "meta"}
+    made = cf.plan(tree, hardware=PRESETS["sm_90"], **sizes)
+    q = torch.empty(40, 8, 64, dtype=torch.float16, device="meta")
+    with pytest.raises(
+        cf.UnsupportedError, match=r"start at multiples of 16 elements if 128 packed rows.*strides \[13600, 136, 68\]"
+    ):
+        cf.attend(q, store, made, backend="triton")

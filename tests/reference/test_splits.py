@@ -105,3 +105,9 @@ def test_balanced_splits_never_launch_a_second_wave_of_their_own(slots):
         assert (splits >= 1).all()
         assert (splits <= blocks).all()
         assert ((splits - 1) * programs).sum() < slots
+
+
+@pytest.mark.parametrize("dims", [(40, 64), (64, 24), (72, 72)])
+def test_dims_that_cannot_be_copied_asynchronously_keep_to_small_tiles(dims):
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        assert attend_tile(PRESETS[arch], torch.bfloat16, dims, 1000).block_m <= 32
