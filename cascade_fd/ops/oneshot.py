@@ -78,6 +78,10 @@ def verify(
     private = _Private.make(kv, v, block_table, seq_lens, B, "seq_lens", options)
     stores, levels = [private.store], [private.level]
     if prefix is not None:
+        if isinstance(prefix, PagedKV):
+            raise ValueError(
+                "prefix: expected (k, v) or a DenseKV, got a PagedKV; use PrefixTree and attend for paged prefixes"
+            )
         store = _shared(prefix, options)
         stores, levels = [store, private.store], [_shared_level(store, B), private.level]
     return _run(_flat_rows(q), stores, levels, private.lens_on_device, q_len, options)

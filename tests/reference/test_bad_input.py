@@ -80,6 +80,11 @@ CALLS = {
         ValueError,
         r"q_lens: expected at most as many query rows as private keys, got 5 rows for 4 keys \(request 1\)",
     ),
+    "paged prefix of verify": (
+        lambda **o: cf.verify(Q[:, None], K, V, prefix=KV, **o),
+        ValueError,
+        r"prefix: expected \(k, v\) or a DenseKV, got a PagedKV",
+    ),
     "last axis of q": (
         lambda **o: cf.decode(last_axis_strided(Q), K, V, **o),
         ValueError,
