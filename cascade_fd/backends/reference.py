@@ -50,7 +50,7 @@ def partial_states(
             row, head = packed // shape.group, packed % shape.group
             keys, values, position = _gather(items, launch, store)
             scores = _scores(grouped[plan.rows[row, OUT_ROW].long(), :, head], keys, sm_scale)  # [N, Hkv, M, L]
-            scores.masked_fill_(~_visible(items, plan, row, position).unsqueeze(1), -math.inf)
+            _mask(scores, _limits(items, plan, row), position)
             o, lse = softmax_state(scores, values.movedim(2, 1).float())
             _scatter(o, lse, _Where(items, row, head, valid), plan, partials, out)
     return partials
@@ -94,10 +94,13 @@ def merge_pair(
 
 
 def softmax_state(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """State of ``scores [..., M, L]`` over ``values [..., L, Dv]``, natural log; rows that see no key come out empty."""
+    """State of ``scores [..., M, L]`` over ``values [..., L, Dv]``, natural log; rows that see no key come out empty.
+
+    ``scores`` is used up.
+    """
     top = scores.amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
-    weights = torch.exp(scores - top)
+    weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     o = torch.where(total > 0, weights @ values / total, 0.0)
     return o, (top + torch.log(total)).squeeze(-1)
@@ -147,6 +150,11 @@ def _gather(items: torch.Tensor, launch: Launch, store: KVStore) -> tuple[torch.
     Positions past the end repeat the last key of the item: nothing outside the range is read, so nothing leaks from there.
     """
     length = int((items[:, STOP] - items[:, START]).max())
+    if len(items) == 1 and launch.ids is None:  # a long shared prefix, as a rule: look at it where it lies
+        at, start = int(items[0, TABLE_ROW]), int(items[0, START])
+        span = slice(start, start + length)
+        position = torch.arange(start, start + length, device=items.device)[None]
+        return store.k[at : at + 1, span], store.v[at : at + 1, span], position
     position = items[:, START, None] + torch.arange(length, device=items.device)
     token = torch.minimum(position, items[:, STOP, None] - 1)
     row = items[:, TABLE_ROW, None]
@@ -171,18 +179,25 @@ def _entries(ids: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float) -> torch.Tensor:
     """``q [N, M, Hkv, D]`` against ``keys [N, L, Hkv, D]`` in float32: ``[N, Hkv, M, L]``."""
-    return (q.movedim(2, 1).float() @ keys.permute(0, 2, 3, 1).float()) * sm_scale
+    return (q.movedim(2, 1).float() * sm_scale) @ keys.permute(0, 2, 3, 1).float()
 
 
-def _visible(items: torch.Tensor, plan: Plan, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Which packed row of an item sees which key: ``[N, M, L]`` bool. Rows of finished requests see none."""
+def _limits(items: torch.Tensor, plan: Plan, row: torch.Tensor) -> torch.Tensor:
+    """Packed row ``[N, M]`` of an item sees the keys before its limit. Rows of finished requests see none."""
     lens = plan.lens.long()
     end = lens[items[:, NODE], None]
     limit = torch.where(items[:, Q_END, None] > 0, end - items[:, Q_END, None] + row + 1, end)
     limit = torch.minimum(limit, items[:, STOP, None])
     private = plan.rows[row, PRIVATE_NODE].long()
     finished = (private >= 0) & (lens[private] < plan.rows[row, PRIVATE_START])
-    return position[:, None, :] < torch.where(finished, 0, limit)[:, :, None]
+    return torch.where(finished, 0, limit)
+
+
+def _mask(scores: torch.Tensor, limit: torch.Tensor, position: torch.Tensor) -> None:
+    """Set ``scores [N, Hkv, M, L]`` of keys that a row does not see to -inf."""
+    if scores.device.type == "cpu" and int(limit.min()) > int(position.max()):
+        return  # all rows see all keys: on the CPU a look costs less than the mask
+    scores.masked_fill_((position[:, None, :] >= limit[:, :, None]).unsqueeze(1), -math.inf)
 
 
 class _Where(NamedTuple):
