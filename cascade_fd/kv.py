@@ -170,8 +170,7 @@ class PageTable:
             return None
         begin = np.repeat(self.starts[rows] * self.stride + first - (np.cumsum(counts) - counts), counts)
         entries = torch.from_numpy(begin + np.arange(counts.sum()))
-        span = 1 + sum((s - 1) * st for s, st in zip(self.ids.shape, self.ids.stride(), strict=True))
-        used = torch.as_strided(self.ids, (span,), (1,))[entries]
+        used = flat_ids(self.ids)[entries]
         return int(used.min()), int(used.max())
 
 
@@ -180,6 +179,20 @@ def as_ids(name: str, value: Any) -> torch.Tensor:
     tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
     check_dtype(name, tensor, (torch.int32, torch.int64))
     return tensor
+
+
+def flat_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Page ids by storage offset from the table's first entry, whatever the table's strides. A view."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
+    return torch.as_strided(ids, (span,), (1,))
+
+
+def check_lengths(name: str, lens: np.ndarray, room: np.ndarray) -> None:
+    """Every request's length is within ``[0, room]``."""
+    bad = np.flatnonzero((lens < 0) | (lens > room))
+    if len(bad):
+        b = bad[0]
+        raise ValueError(f"{name}: expected lengths in [0, {room[b]}], got {lens[b]} for request {b}")
 
 
 def host_ints(name: str, value: Any) -> np.ndarray:

@@ -40,6 +40,17 @@ class Nodes:
     def __len__(self) -> int:
         return len(self.first)
 
+    def sum_above(self, values: np.ndarray) -> np.ndarray:
+        """Per node, the sum of ``values [n]`` over the nodes above it."""
+        above = np.zeros(len(self), np.int64)
+        ancestor = self.parent.copy()
+        live = np.flatnonzero(ancestor >= 0)
+        while len(live):
+            above[live] += values[ancestor[live]]
+            ancestor[live] = self.parent[ancestor[live]]
+            live = live[ancestor[live] >= 0]
+        return above
+
     @classmethod
     def concatenate(cls, parts: Sequence[Nodes]) -> Nodes:
         """One after the other; ``parent`` must count over all of them already."""
@@ -87,3 +98,10 @@ def row_counts(q_lens: Any, B: int) -> np.ndarray:
     if len(lens) != B or (lens < 0).any():
         raise ValueError(f"q_lens: expected {B} row counts of at least 0, got {lens[:8].tolist()}")
     return lens
+
+
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """``[0, c0, c0 + c1, ...]``."""
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets

@@ -9,7 +9,7 @@ import numpy as np
 
 from cascade_fd.checks import check_shape
 from cascade_fd.discovery import Runs
-from cascade_fd.kv import PageTable, as_ids, host_ints
+from cascade_fd.kv import PageTable, as_ids, check_lengths, host_ints
 from cascade_fd.nodes import row_counts
 
 
@@ -30,10 +30,7 @@ def check_context(seq_lens: Any, q_lens: Any, table: PageTable, B: int, page_siz
         )
     if table.page_size != page_size:
         raise ValueError(f"table: expected pages of {page_size}, got {table.page_size}")
-    bad = np.flatnonzero((lens < 0) | (lens > table.room))
-    if len(bad):
-        b = bad[0]
-        raise ValueError(f"seq_lens: expected lengths in [0, {table.room[b]}], got {lens[b]} for request {b}")
+    check_lengths("seq_lens", lens, table.room)
     bad = np.flatnonzero((lens > 0) & (rows > lens))
     if len(bad):
         b = bad[0]
@@ -71,8 +68,7 @@ def check_pages(pages: np.ndarray, by_request: Callable[[], list[np.ndarray]]) -
     if np.count_nonzero(seen) == len(pages):
         return
     for b, ids in enumerate(by_request()):
-        if len(np.unique(ids)) != len(ids):
-            values, counts = np.unique(ids, return_counts=True)
-            raise ValueError(
-                f"block_tables: expected each page once in a request, got page {values[counts > 1][0]} twice (request {b})"
-            )
+        values, counts = np.unique(ids, return_counts=True)
+        if (counts > 1).any():
+            twice = values[counts > 1][0]
+            raise ValueError(f"block_tables: expected each page once in a request, got page {twice} twice (request {b})")

@@ -16,7 +16,7 @@ import torch
 from cascade_fd.discovery import Runs, discover, discover_ragged
 from cascade_fd.kv import PageTable, check_indptr, host_ints
 from cascade_fd.levels import Level, check_drafts, check_nesting, level_nodes
-from cascade_fd.nodes import NO_LIMIT, Nodes, check_room, nodes_of_runs, row_counts
+from cascade_fd.nodes import NO_LIMIT, Nodes, check_room, nodes_of_runs, offsets_of, row_counts
 from cascade_fd.prefix_index import PrefixIndex
 from cascade_fd.sharing import check_context, check_pages, host_page_ids, seen_before, shareable_pages
 
@@ -158,7 +158,7 @@ class PrefixTree:
         tokens = [host_ints(f"token_ids[{b}]", ids) for b, ids in enumerate(token_ids)]
         lens = np.array([len(ids) for ids in tokens], np.int64)
         rows = row_counts(q_lens, len(tokens))
-        ptr = np.concatenate(([0], np.cumsum(lens)))
+        ptr = offsets_of(lens)
         runs = discover_ragged(np.concatenate([*tokens, np.empty(0, np.int64)]), ptr, shareable_pages(lens, rows, 1))
         return cls._of_runs(runs, lens, rows, table, page_size=1)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from cascade_fd.kv import KVStore
+from cascade_fd.kv import KVStore, flat_ids
 from cascade_fd.planning.worklist import (
     FIRST_SLOT,
     NODE,
@@ -160,7 +160,7 @@ def _gather(items: torch.Tensor, launch: Launch, store: KVStore) -> tuple[torch.
     row = items[:, TABLE_ROW, None]
     if launch.ids is not None:
         entry = row * launch.table_stride + token // launch.page_size
-        row, token = _entries(launch.ids, entry).long(), token % launch.page_size
+        row, token = flat_ids(launch.ids)[entry].long(), token % launch.page_size
         _check_pages(row, store)
     return store.k[row, token], store.v[row, token], position
 
@@ -169,12 +169,6 @@ def _check_pages(page: torch.Tensor, store: KVStore) -> None:
     """On the CPU a look is free; tables may have changed since they were planned, and -1 would wrap around."""
     if page.device.type == "cpu" and not (page.min() >= 0 and page.max() < store.num_rows):
         raise ValueError(f"block_table: expected page ids in [0, {store.num_rows}), got {int(page.min())}..{int(page.max())}")
-
-
-def _entries(ids: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    """Page ids at flat storage offsets from the table's first entry, whatever the table's strides."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
-    return torch.as_strided(ids, (span,), (1,))[entry]
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float) -> torch.Tensor:

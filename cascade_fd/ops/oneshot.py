@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 
 from cascade_fd.checks import check_dtype, check_int, check_shape, check_tensor
-from cascade_fd.kv import DenseKV, KVStore, PagedKV, PageTable, host_ints
+from cascade_fd.kv import DenseKV, KVStore, PagedKV, PageTable, check_lengths, host_ints
 from cascade_fd.levels import Level
 from cascade_fd.ops.attend import attend
 from cascade_fd.ops.options import Options, known_options
@@ -136,22 +137,16 @@ class _Private:
             raise ValueError(f"k: expected one row per request ({B}), got {store.num_rows}")
         if table is not None and seq_lens is None:  # a table's last page, and its padding, are not the request's
             raise ValueError(f"{lens_name}: expected the number of keys of each request of a PagedKV, got None")
-        room = table.widths * table.page_size if table else [store.k.shape[1]] * B
+        room = table.room if table else np.full(B, store.k.shape[1])
         on_device = isinstance(seq_lens, torch.Tensor) and seq_lens.device.type != "cpu"
         if on_device:
             check_shape(lens_name, seq_lens, "B", B=B)
             check_dtype(lens_name, seq_lens, (torch.int32, torch.int64))
         lens = host_ints(lens_name, room if seq_lens is None or on_device else seq_lens)
-        _check_lens(lens_name, lens, room, B)
+        if len(lens) != B:
+            raise ValueError(f"{lens_name}: expected one length per request ({B}), got {len(lens)}")
+        check_lengths(lens_name, lens, room)
         return cls(store, Level(range(B + 1), lens, table), seq_lens if on_device else None)
-
-
-def _check_lens(name: str, lens: Any, room: Any, B: int) -> None:
-    if len(lens) != B:
-        raise ValueError(f"{name}: expected one length per request ({B}), got {len(lens)}")
-    for b in range(B):
-        if not 0 <= lens[b] <= room[b]:
-            raise ValueError(f"{name}: expected lengths in [0, {room[b]}], got {lens[b]} for request {b}")
 
 
 def _run(
@@ -212,7 +207,7 @@ def _shared_level(store: KVStore, B: int, prefix_table: Any = None, prefix_len: 
     table = _table("prefix_table", ids, store)
     if table is not None and table.num_rows != 1:
         raise ValueError(f"prefix_table: expected one row [max_pages], got {table.num_rows} rows")
-    room = int(table.widths[0]) * table.page_size if table else store.k.shape[1]
+    room = int(table.room[0]) if table else store.k.shape[1]
     if prefix_len is None and table is not None:
         raise ValueError("prefix_len: expected the number of prefix tokens of a paged prefix, got None")
     length = room if prefix_len is None else prefix_len
@@ -226,8 +221,7 @@ def _table(name: str, value: Any, store: KVStore) -> PageTable | None:
         return None
     if value is None:
         raise ValueError(f"{name}: expected page ids for a PagedKV, got None")
-    table = value if isinstance(value, PageTable) else PageTable.from_block_table(value, store.page_size)
-    return table
+    return value if isinstance(value, PageTable) else PageTable.from_block_table(value, store.page_size)
 
 
 def _flat_rows(q: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import torch
 
 from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_dtype, check_last_axis, check_no_grad, check_same, check_shape
-from cascade_fd.state import AttentionState
+from cascade_fd.state import BASES, AttentionState
 
 
 class Output(TypedDict, total=False):
@@ -55,8 +55,8 @@ def destination(
     """Where a result ``[T, Hq, Dv]`` goes: the caller's ``out`` and ``lse_out``, checked, or new tensors like ``like``."""
     out, lse, base = options.get("out"), options.get("lse_out"), options.get("base")
     check_no_grad(q=like)
-    if base not in (None, "e", "2"):
-        check_choice("base", base, ("e", "2"))
+    if base is not None:
+        check_choice("base", base, BASES)
     if out is None:
         out = torch.empty(shape, dtype=like.dtype, device=like.device)
     else:

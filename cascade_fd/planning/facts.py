@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cascade_fd.hardware import Hardware
+from cascade_fd.nodes import offsets_of
 from cascade_fd.planning.worklist import Plan
 
 
@@ -75,71 +76,32 @@ def facts_of(plan: Plan) -> Facts:
     nodes = tree.nodes
     packed = _between(tree.q_lens, nodes.first, nodes.last) * shape.group
     tokens = np.where(packed > 0, nodes.stop - nodes.start, 0)
-    depth, offset = _above(nodes.parent, tokens)
-    launch = _launches(plan, packed)
     width = shape.num_kv_heads * sum(shape.head_dims)
     return Facts(
         tokens=tokens,
         first=nodes.first,
         readers=_between(tree.q_lens > 0, nodes.first, nodes.last),
         packed=packed,
-        depth=depth,
-        offset=offset,
-        launch=launch,
-        row_tiles=_row_tiles(plan, packed, launch),
+        depth=nodes.sum_above(np.ones_like(tokens)),
+        offset=nodes.sum_above(tokens),
+        launch=plan.launch_of,
+        row_tiles=_row_tiles(plan, packed),
         bytes_per_token=width * shape.dtype.itemsize,
         flops=_pairs(plan, packed, tokens) * 2 * width,
-        growth=_growth(plan, launch),
+        growth=plan.max_new_tokens,
     )
 
 
 def _between(counts: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Sums of ``counts[first:last]``."""
-    total = np.concatenate([[0], np.cumsum(counts)])
+    total = offsets_of(counts)
     return total[last] - total[first]
 
 
-def _above(parent: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes, and tokens, above every node."""
-    depth, offset = np.zeros_like(tokens), np.zeros_like(tokens)
-    for i, up in enumerate(parent.tolist()):  # parents come before children
-        if up >= 0:
-            depth[i], offset[i] = depth[up] + 1, offset[up] + tokens[up]
-    return depth, offset
-
-
-def _launches(plan: Plan, packed: np.ndarray) -> np.ndarray:
-    """Launch of every node, by the planner's two rules; how many items the launches have tells which rule it was.
-
-    Batch-invariant plans give every shared node the tile of 64 rows, however many it has.
-    """
-    shared = np.arange(len(packed)) < plan.tree.num_shared
-    by_rows = _by_tile(plan, packed)
-    for launch in (by_rows, _by_tile(plan, np.where(shared, 64, packed))):
-        counts = np.bincount(launch + 1, plan.splits * _row_tiles(plan, packed, launch), len(plan.launches) + 1)[1:]
-        if counts.tolist() == [len(x.items) for x in plan.launches]:
-            return launch
-    return by_rows
-
-
-def _by_tile(plan: Plan, rows: np.ndarray) -> np.ndarray:
-    """Of the launches for a node's level the one with the smallest tile that holds ``rows``, or the largest."""
-    launch = np.full(len(rows), -1)
-    levels = plan.tree.nodes.level
-    for level in np.unique(levels):
-        mine = np.flatnonzero((plan.splits > 0) & (levels == level))
-        found = [i for i, x in enumerate(plan.launches) if level in x.levels]
-        if len(mine) and found:
-            found.sort(key=lambda i: plan.launches[i].tile.block_m)
-            sizes = [plan.launches[i].tile.block_m for i in found]
-            launch[mine] = np.array(found)[np.minimum(np.searchsorted(sizes, rows[mine]), len(found) - 1)]
-    return launch
-
-
-def _row_tiles(plan: Plan, packed: np.ndarray, launch: np.ndarray) -> np.ndarray:
+def _row_tiles(plan: Plan, packed: np.ndarray) -> np.ndarray:
     """Programs per split and KV head of every node; 0 without a launch."""
-    block_m = np.array([1, *(x.tile.block_m for x in plan.launches)])[launch + 1]
-    return np.where(launch >= 0, -(-packed // block_m), 0)
+    block_m = np.array([1, *(x.tile.block_m for x in plan.launches)])[plan.launch_of + 1]
+    return np.where(plan.launch_of >= 0, -(-packed // block_m), 0)
 
 
 def _pairs(plan: Plan, packed: np.ndarray, tokens: np.ndarray) -> int:
@@ -149,14 +111,3 @@ def _pairs(plan: Plan, packed: np.ndarray, tokens: np.ndarray) -> int:
         q_lens = plan.tree.q_lens[tokens[plan.tree.num_shared :] > 0]
         pairs -= int((q_lens * (q_lens - 1) // 2).sum()) * plan.shape.group
     return pairs
-
-
-def _growth(plan: Plan, launch: np.ndarray) -> int:
-    """From the longest private node, which nothing else in its launch reaches beyond."""
-    private = np.arange(plan.tree.num_shared, len(launch))
-    private = private[launch[private] >= 0]
-    if not len(private):
-        return 0
-    stop = plan.tree.nodes.stop
-    longest = private[np.argmax(stop[private])]
-    return max(0, plan.launches[launch[longest]].max_stop - int(stop[longest]))

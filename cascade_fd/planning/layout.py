@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cascade_fd.kv import PageTable
-from cascade_fd.nodes import Nodes, check_room
+from cascade_fd.nodes import Nodes, check_room, offsets_of
 from cascade_fd.planning.worklist import (
     FIRST_SLOT,
     NODE,
@@ -41,12 +41,14 @@ class Work:
     Attributes:
         stop: capacity: the nodes' stop, plus max_new_tokens for private nodes.
         tokens: ``stop - start``; 0 if nobody reads the node.
+        growth: max_new_tokens.
         row0, num_rows: packed rows.
         chunk, splits: tokens per split, and how many that makes; 0 for a node without keys or rows. Set by the planner.
     """
 
     nodes: Nodes
     stop: np.ndarray
+    growth: int
     tokens: np.ndarray
     row0: np.ndarray
     num_rows: np.ndarray
@@ -65,14 +67,7 @@ class Work:
         row0 = offsets[nodes.first]
         num_rows = offsets[nodes.last] - row0
         tokens = np.where(num_rows > 0, stop - nodes.start, 0)
-        return cls(nodes, stop, tokens, row0, num_rows, np.ones_like(stop), np.zeros_like(stop))
-
-
-def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """``[0, c0, c0 + c1, ...]``."""
-    offsets = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
+        return cls(nodes, stop, growth, tokens, row0, num_rows, np.ones_like(stop), np.zeros_like(stop))
 
 
 def ceil(a: Any, b: Any) -> Any:
@@ -93,10 +88,14 @@ def assemble(
     slots = np.where(is_direct, 0, states)
     rows, merged, indptr = _row_tables(tree, slots, is_direct)
     ids, lens = _lengths(tree)
+    above = work.nodes.sum_above(work.splits)  # states of a node's rows before its own
     columns = np.empty((len(ids), 3), np.int64)
-    columns[:, 0], columns[:, 1], columns[:, 2] = ids, _q_end(tree), np.where(direct, -1, _states_above(work))
+    columns[:, 0], columns[:, 1], columns[:, 2] = ids, _q_end(tree), np.where(direct, -1, above)
     items = [_items(tree, work, nodes, tile, columns) for tile, nodes in groups]
     buffers = _upload([rows.ravel(), merged, indptr, lens, *(x.ravel() for x in items)], device)
+    launch_of = np.full(len(tree.nodes), -1)
+    for launch, (_, nodes) in enumerate(groups):
+        launch_of[nodes] = launch
     launches = [_launch(tree, work, *group, i, b) for group, i, b in zip(groups, items, buffers[4:], strict=True)]
     return Plan(
         launches=tuple(launches),
@@ -109,6 +108,8 @@ def assemble(
         device=device,
         tree=tree,
         splits=work.splits,
+        launch_of=launch_of,
+        max_new_tokens=work.growth,
     )
 
 
@@ -118,18 +119,6 @@ def _per_request(nodes: Nodes, values: np.ndarray, B: int) -> np.ndarray:
         return values.astype(np.int64)  # nothing is shared
     change = np.bincount(nodes.first, values, B + 1) - np.bincount(nodes.last, values, B + 1)
     return np.cumsum(change[:B]).astype(np.int64)
-
-
-def _states_above(work: Work) -> np.ndarray:
-    """Per node, how many states its rows have from the nodes above it: the index of the node's first state."""
-    above = np.zeros(len(work.nodes), np.int64)
-    ancestor = work.nodes.parent.copy()
-    live = np.flatnonzero(ancestor >= 0)
-    while len(live):
-        above[live] += work.splits[ancestor[live]]
-        ancestor[live] = work.nodes.parent[ancestor[live]]
-        live = live[ancestor[live] >= 0]
-    return above
 
 
 def _row_tables(tree: PrefixTree, slots: np.ndarray, is_direct: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

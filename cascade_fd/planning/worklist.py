@@ -123,7 +123,9 @@ class Plan:
         num_private: B, or 0 if the tree has no private nodes.
         shape, device: what q and the stores must match.
         tree: what was planned (host).
-        splits: ``[nodes]`` splits of each node of the tree (host), for explanations and tests.
+        splits, launch_of: ``[nodes]`` splits of each node of the tree, and the launch that computes it (-1: none); on the
+            host, for explanations and tests.
+        max_new_tokens: how far private nodes may grow.
     """
 
     launches: tuple[Launch, ...]
@@ -136,6 +138,8 @@ class Plan:
     device: torch.device
     tree: PrefixTree
     splits: np.ndarray
+    launch_of: np.ndarray
+    max_new_tokens: int
 
     @property
     def num_rows(self) -> int:
