@@ -1,7 +1,14 @@
-"""Host time to find shared runs, for shapes of sharing that differ: ``python benchmarks/discovery.py``. Needs rich."""
+"""Host time to find shared runs, for shapes of sharing that differ: ``python benchmarks/discovery.py [--out x.csv]``.
+
+On one core; set OMP_NUM_THREADS=1. Needs rich.
+"""
 
 import argparse
+import csv
+import platform
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -11,8 +18,20 @@ from rich.table import Table
 
 from cascade_fd.discovery import discover, discover_ragged
 from cascade_fd.prefix_index import PrefixIndex
+from cascade_fd.tree import PrefixTree
 
 SIZES = ((256, 2048), (1024, 512))
+PAGE = 16
+# Column of the file: heading of the printed table.
+TIMES = {
+    "discover_ms": "discover",
+    "int64_ms": "int64",
+    "ragged_ms": "ragged",
+    "index_change_ms": "index:\nleave,\njoin, grow",
+    "index_runs_ms": "index:\nruns",
+    "from_block_tables_ms": "from_\nblock_\ntables",
+    "from_csr_ms": "from_\ncsr",
+}
 
 
 def shapes(B: int, W: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -77,29 +96,63 @@ def index_times(table: np.ndarray, repeats: int) -> tuple[float, float]:
     return milliseconds(change, repeats), milliseconds(index.runs, repeats)
 
 
-def measure(B: int, W: int, repeats: int) -> Table:
-    report = Table(title=f"{B} requests x {W:,} pages, median of {repeats} in ms")
-    for column in ("sharing", "nodes", "discover", "int64", "ragged", "index: leave, join, grow", "index: runs"):
-        report.add_column(column, justify="left" if column == "sharing" else "right")
-    counts, indptr = np.full(B, W), np.arange(B + 1) * W
+def measure(B: int, W: int, repeats: int) -> Iterator[dict[str, object]]:
+    """A record per shape of sharing, times in ms as the median of ``repeats``."""
+    counts, lens, indptr = np.full(B, W), np.full(B, W * PAGE), np.arange(B + 1) * W
     for name, table in shapes(B, W):
         wide, flat = table.astype(np.int64), table.ravel()
-        times = [
-            milliseconds(lambda table=table: discover(table, counts), repeats),
-            milliseconds(lambda wide=wide: discover(wide, counts), repeats),
-            milliseconds(lambda flat=flat: discover_ragged(flat, indptr, counts), repeats),
-            *index_times(table, repeats),
+        calls = [
+            lambda table=table: discover(table, counts),
+            lambda wide=wide: discover(wide, counts),
+            lambda flat=flat: discover_ragged(flat, indptr, counts),
+            lambda table=table: PrefixTree.from_block_tables(table, lens, PAGE),
+            lambda flat=flat: PrefixTree.from_csr(flat, indptr, lens, PAGE),
         ]
-        report.add_row(name, f"{len(discover(table, counts)):,}", *(f"{t:.2f}" for t in times))
-    return report
+        discover_ms, int64_ms, ragged_ms, *tree_ms = [milliseconds(call, repeats) for call in calls]
+        times = (discover_ms, int64_ms, ragged_ms, *index_times(table, repeats), *tree_ms)
+        nodes = len(discover(table, counts))
+        yield {"requests": B, "pages": W, "sharing": name, "nodes": nodes, **dict(zip(TIMES, times, strict=True))}
+
+
+def report(records: list[dict[str, object]], title: str) -> Table:
+    table = Table(title=title)
+    for column in ("sharing", "nodes", *TIMES.values()):
+        table.add_column(column, justify="left" if column == "sharing" else "right")
+    for record in records:
+        table.add_row(record["sharing"], f"{record['nodes']:,}", *(f"{record[name]:.2f}" for name in TIMES))
+    return table
+
+
+def write(path: Path, records: list[dict[str, object]]) -> None:
+    where = {"cpu": cpu(), "numpy": np.__version__, "date": datetime.now(UTC).date().isoformat()}
+    rows = [{**record, **{name: f"{record[name]:.3f}" for name in TIMES}, **where} for record in records]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def cpu() -> str:
+    """The name the kernel has for it, and what tells apart those that share a name."""
+    info = Path("/proc/cpuinfo")
+    fields = dict(line.split(":", 1) for line in info.read_text().split("\n\n")[0].splitlines()) if info.exists() else {}
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    return f"{fields['model name']}, family {fields['cpu family']} model {fields['model']}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=50)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--out", type=Path, help="write the times to this CSV file")
+    options = parser.parse_args()
+    records = []
     for B, W in SIZES:
-        Console().print(measure(B, W, repeats))
+        records.append(list(measure(B, W, options.repeats)))
+        Console().print(report(records[-1], f"{B} requests x {W:,} pages, median of {options.repeats} in ms"))
+    if options.out:
+        write(options.out, [record for size in records for record in size])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Which requests share which leading pages, found from page ids alone. NumPy on the host.
 
-Exact: ids are compared, never hashed. A round compares every request of a group with one of them. Those that leave that
-one's path at the same place by the same id are a group of the next round, compared from there on.
+Exact: ids are compared, never hashed. Requests are sorted by their ids, so that those that share stand side by side; how many
+ids each has in common with the next then says who shares what.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-# Most ids of a pair, and of all pairs, that are compared at once: fewer take more steps, more leave the core's cache.
-_WIDTH, _WINDOW_IDS = 1024, 1 << 17
+# Ids read at once: about so many, so that they stay in the core's cache, in a multiple of so many columns, because ``argmax``
+# over flags takes 256 at a time and is slow on what is left over.
+_WINDOW_IDS, _STEP = 1 << 16, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ def discover(pages: Any, counts: Any) -> Runs:
     table = check_ids("pages", pages, "B W")
     B, W = table.shape
     lens = _counts(counts, np.full(B, W))
-    ids, step = _flat(table)
+    ids, step = flat_rows(table)
     return _runs(ids, np.arange(B) * step, lens)
 
 
@@ -138,7 +139,7 @@ def _short(array: np.ndarray) -> str:
     return f"{array[:8].tolist()}{'...' if len(array) > 8 else ''}"
 
 
-def _flat(table: np.ndarray) -> tuple[np.ndarray, int]:
+def flat_rows(table: np.ndarray) -> tuple[np.ndarray, int]:
     """The table as one list, and the distance from row to row in it. A view, unless the strides are unusual."""
     B, W = table.shape
     step, rest = divmod(table.strides[0], table.itemsize)
@@ -148,51 +149,71 @@ def _flat(table: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _runs(ids: np.ndarray, begin: np.ndarray, counts: np.ndarray) -> Runs:
-    """Runs of a batch whose request b has the ids ``ids[begin[b] : begin[b] + counts[b]]``.
-
-    Work is what it takes to read every shared page about once; rounds are few (about log2 B, one if no shared run branches
-    off another), unless the batch is arranged so that each round's leader leaves its group's path first.
-    """
-    B = len(counts)
+    """Runs of a batch whose request b has the ids ``ids[begin[b] : begin[b] + counts[b]]``."""
     rows = np.flatnonzero(counts)
-    rows = rows[ids[begin[rows]].argsort(kind="stable")]
-    some, group = _company(_changes(ids[begin[rows]]))
-    rows = rows[some]
-    above, done = np.full(len(rows), -1), np.ones(len(rows), np.int64)  # node above each group, and ids known to be shared
-    nodes, inner, n = [np.empty((4, 0), np.int64)], np.full(B, -1), 0
-    while len(rows):
-        depth = _depths(ids, begin[rows], counts[rows], group, done)
-        more = depth < counts[rows]
-        then = ids[np.where(more, begin[rows] + depth, 0)]  # the id by which a row leaves its leader
-        place = (group << 32) + (depth << 1) + more
-        by = np.lexsort((then, place))
-        rows, group, above, depth, place, then = rows[by], group[by], above[by], depth[by], place[by], then[by]
-        fresh = _changes(place >> 1)  # a node per depth at which a group splits; deeper rows of the group follow and share it
-        first = fresh.nonzero()[0]
-        node = fresh.cumsum() + (n - 1)
-        root = _changes(group[first])
-        nodes.append(_nodes(B, rows, group, first, np.where(root, above[first], node[first] - 1), depth))
-        inner[rows] = node
-        n += len(first)
-        some, group = _company(_changes(place, then) | (place & 1 == 0))
-        rows, above, done = rows[some], node[some], depth[some] + 1
-    return _in_batch_order(np.concatenate(nodes, 1), inner)
+    opening = ids[begin[rows]]
+    by = opening.argsort(kind="stable")
+    rows = rows[by[_company(_changes(opening[by]))[0]]]  # those that share anything
+    return _in_batch_order(*_nodes(*_sorted(ids, begin, counts, rows), len(counts)))
 
 
-def _nodes(B: int, rows: np.ndarray, group: np.ndarray, first: np.ndarray, parent: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    """``[4, n]`` parent, stop, number of requests and lowest request of nodes from ``first`` to the end of their group."""
-    ends = group.searchsorted(group[first], side="right")
-    # Later groups are lifted above earlier ones, so a minimum that runs backwards starts anew with each group.
-    lowest = np.minimum.accumulate((rows + group * B)[::-1])[::-1][first] - group[first] * B
-    return np.stack((parent, depth[first], ends - first, lowest))
+def _sorted(ids: np.ndarray, begin: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``rows`` sorted by their ids, and how many ids each has in common with the next (the last: 0).
+
+    Sorted as bytes, which is fast; any order would do in which those that share ids are side by side. Window by window, so
+    that a row is read as far as it shares and to the end of that window. A row that ends is followed by zeros, and stands
+    before its equals that go on.
+    """
+    rows = rows[counts[rows].argsort(kind="stable")]
+    common = np.zeros(len(rows), np.int64)
+    places, group, at = np.arange(len(rows)), np.zeros(len(rows), np.int64), 0  # not in order yet; one group: the same so far
+    while len(places):
+        some = rows[places]
+        longest = int(counts[some].max())
+        width = min(max(2 * _STEP, 2 * at), -(-_WINDOW_IDS // (_STEP * len(places))) * _STEP, longest)
+        at = min(at, longest - width)  # the last window is no narrower: it overlaps the one before
+        left = counts[some] - at
+        block = _windows(ids, begin[some] + at, left, width)
+        by = block.view(f"V{width * block.itemsize}")[:, 0].argsort(kind="stable")
+        if group[-1]:
+            by = by[group[by].argsort(kind="stable")]
+        if (by[1:] < by[:-1]).any():
+            rows[places], block, left = some[by], block[by], left[by]
+        both, apart = np.minimum(left[1:], left[:-1]), group[1:] != group[:-1]
+        same = np.minimum(_same(block), both)
+        common[places[:-1]] = np.where(apart, common[places[:-1]], at + same)
+        opens = np.ones(len(some), bool)
+        opens[1:] = apart | (same < width) | (both == width)
+        more, group = _company(opens)
+        places, at = places[more], at + width
+    return rows, common
 
 
-def _changes(*keys: np.ndarray) -> np.ndarray:
-    """True where any of the sorted keys differs from the entry before it, and on the first entry."""
-    change = np.ones(len(keys[0]), bool)
-    np.not_equal(keys[0][1:], keys[0][:-1], out=change[1:])
-    for key in keys[1:]:
-        change[1:] |= key[1:] != key[:-1]
+def _windows(ids: np.ndarray, first: np.ndarray, left: np.ndarray, width: int) -> np.ndarray:
+    """``[n, width]`` ids from each ``first`` on, and zeros after the ``left`` ids that a row has."""
+    step, last = ids.itemsize, len(ids) - width
+    windows = np.ndarray((last + 1, width), ids.dtype, ids, 0, (step, step))  # sliding_window_view, without the time it takes
+    if left.min() >= width:
+        return windows[first]
+    block = windows[np.minimum(first, last)]
+    late = first > last
+    block[late] = ids.take(first[late, None] + np.arange(width), mode="clip")
+    block[np.arange(width, dtype=np.int32) >= np.minimum(left, width).astype(np.int32)[:, None]] = 0
+    return block
+
+
+def _same(block: np.ndarray) -> np.ndarray:
+    """How many leading entries each row has in common with the next."""
+    differs = block[1:] != block[:-1]
+    where = differs.argmax(1)
+    where[~differs[np.arange(len(where)), where]] = block.shape[1]
+    return where
+
+
+def _changes(key: np.ndarray) -> np.ndarray:
+    """True where a sorted key differs from the entry before it, and on the first entry."""
+    change = np.ones(len(key), bool)
+    np.not_equal(key[1:], key[:-1], out=change[1:])
     return change
 
 
@@ -203,51 +224,40 @@ def _company(opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return some, opens[some].cumsum() - 1
 
 
-def _depths(ids: np.ndarray, begin: np.ndarray, counts: np.ndarray, group: np.ndarray, done: np.ndarray) -> np.ndarray:
-    """How many leading ids each row shares with the leader of its group, and the leader with the closest of the others."""
-    opens = _changes(group).nonzero()[0]
-    # The middle one: a chain in batch order, where every request leaves the path a bit later, then halves in each round.
-    leader = opens.copy()
-    leader[:-1] += opens[1:]
-    leader[-1] += len(group)
-    leader //= 2
-    other = leader[group]
-    limit = np.minimum(counts, counts[other])
-    limit[leader] = 0
-    depth = _common(ids, begin, begin[other], limit, done)
-    depth[leader] = np.maximum.reduceat(depth, opens)
-    return depth
+def _nodes(rows: np.ndarray, common: np.ndarray, B: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes ``[4, n]`` (parent, stop, number of requests, lowest request) and the innermost node of each request (-1: none).
 
-
-def _common(ids: np.ndarray, a: np.ndarray, b: np.ndarray, limit: np.ndarray, done: np.ndarray) -> np.ndarray:
-    """How many ids, at most ``limit``, agree from ``a[i]`` and from ``b[i]`` on; the first ``done`` do. Window by window."""
-    common, pairs = limit.copy(), (done < limit).nonzero()[0]
-    at, left, starts = done[pairs], (limit - done)[pairs], np.stack((a + done, b + done))[:, pairs]
-    while len(pairs):
-        width = min(_WIDTH, -(-_WINDOW_IDS // len(pairs)), int(left.max()))
-        differs = np.not_equal(*_windows(ids, starts, width))  # the ids are not kept: new memory costs more than comparing
-        where = differs.argmax(1)
-        parted = differs[np.arange(len(pairs)), where]
-        found = parted & (where < left)
-        common[pairs[found]] = (at + where)[found]
-        going = (left > width) & ~parted
-        pairs, at, left, starts = pairs[going], at[going] + width, left[going] - width, starts[:, going] + width
-    return common
-
-
-def _windows(ids: np.ndarray, first: np.ndarray, width: int) -> np.ndarray:
-    """``[..., width]`` ids from each ``first`` on; what lies beyond the request's own is for the caller to ignore."""
-    step, last = ids.itemsize, len(ids) - width
-    windows = np.ndarray((last + 1, width), ids.dtype, ids, 0, (step, step))  # sliding_window_view, without the time it takes
-    block = windows[np.minimum(first, last)]
-    late = first > last
-    if late.any():
-        block[late] = ids.take(first[late][:, None] + np.arange(width), mode="clip")
-    return block
+    Along the sorted rows, a node lasts from where ``common`` rises above its parent's stop to where it falls below its own: the
+    intervals of Abouelhoda, Kurtz and Ohlebusch, Replacing suffix trees with enhanced suffix arrays, 2004.
+    """
+    parent, stop, first, size, lowest = [0], [0], [0], [B], [0]  # node 0 is the batch
+    top, inner = 0, []  # the innermost node that is open, and that of each row
+    above: list[int] = []  # nodes that are open around it
+    for i, (row, depth) in enumerate(zip(rows.tolist(), common.tolist(), strict=True)):
+        begin, low, below = i, row, 0
+        inner.append(top if depth <= stop[top] else len(stop))
+        while depth < stop[top]:
+            begin, low = first[top], min(low, lowest[top])
+            size[top], lowest[top] = i + 1 - begin, low
+            below, top = top, above.pop()
+        if depth > stop[top]:  # a node begins, at this row or around the one that just ended
+            parent[below] = len(stop)
+            above.append(top)
+            parent.append(top)
+            top = len(stop)
+            stop.append(depth)
+            first.append(begin)
+            size.append(0)
+            lowest.append(low)
+        elif low < lowest[top]:
+            lowest[top] = low
+    innermost = np.full(B, -1)
+    innermost[rows] = np.array(inner, np.int64) - 1
+    return np.array((np.array(parent) - 1, stop, size, lowest))[:, 1:], innermost
 
 
 def _in_batch_order(nodes: np.ndarray, inner: np.ndarray) -> Runs:
-    """Runs from nodes (rows as of ``_nodes``, parents before children) and the innermost node of each request (-1: none).
+    """Runs from nodes (rows as of ``_nodes``) and the innermost node of each request (-1: none).
 
     Siblings, which are the nodes and the private rests under one parent, stand in the order of their lowest request.
     """
@@ -255,9 +265,9 @@ def _in_batch_order(nodes: np.ndarray, inner: np.ndarray) -> Runs:
     n, B = len(parent), len(inner)
     above, rank = np.concatenate((parent, inner)), np.concatenate((lowest, np.arange(B)))
     offset = _offsets(above, rank, np.concatenate((size, np.ones(B, np.int64))))
-    begin = [*offset[:n].tolist(), 0]  # 0: what the parent -1 adds
-    for i, up in enumerate(parent.tolist()):
-        begin[i] += begin[up]
+    begin, up = [*offset[:n].tolist(), 0], parent.tolist()  # 0: what the parent -1 adds
+    for i in stop.argsort().tolist():  # parents first
+        begin[i] += begin[up[i]]
     first = np.array(begin)
     order = np.argsort(offset[n:] + first[inner])
     own = np.append(stop, 0)[inner][order]
@@ -269,7 +279,7 @@ def _in_batch_order(nodes: np.ndarray, inner: np.ndarray) -> Runs:
 
 def _offsets(group: np.ndarray, rank: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Where each block begins within its group if the blocks of a group stand one after the other by rank."""
-    by = np.lexsort((rank, group))
+    by = (group * len(rank) + rank).argsort()  # no two of a group have the same rank
     ends = np.cumsum(size[by])
     opens = _changes(group[by])
     base = (ends - size[by])[opens]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cascade_fd.checks import check_shape
-from cascade_fd.discovery import Runs
 from cascade_fd.kv import PageTable, as_ids, check_lengths, host_ints
-from cascade_fd.nodes import row_counts
+from cascade_fd.nodes import Nodes, row_counts
+
+# Whether ids differ is found by marking them in a list as long as the largest, or by sorting if that would be so many times
+# as long as theirs. Marked in chunks, because as indices they are 64 bits wide and should not leave the core's cache.
+_SPARSE, _CHUNK = 32, 1 << 14
 
 
 def host_page_ids(name: str, value: Any, axes: str) -> np.ndarray:
@@ -45,30 +47,45 @@ def shareable_pages(lens: np.ndarray, q_lens: np.ndarray, page_size: int) -> np.
     return np.maximum(lens - np.maximum(q_lens, 1), 0) // page_size
 
 
-def seen_before(runs: Runs) -> np.ndarray:
-    """Per tree position, how many leading pages an earlier position has too."""
-    seen = np.zeros(len(runs.order), np.int64)
-    for first, last, stop in zip(runs.first.tolist(), runs.last.tolist(), runs.stop.tolist(), strict=True):
-        seen[first + 1 : last] = stop  # children come after their parents and reach further
-    return seen
+def check_pages(ids: np.ndarray, begin: np.ndarray, seq_lens: np.ndarray, nodes: Nodes, page_size: int) -> None:
+    """No negative id, and no id twice in one request, whose ids start at ``ids[begin[b]]``.
 
-
-def check_pages(pages: np.ndarray, by_request: Callable[[], list[np.ndarray]]) -> None:
-    """No negative id, and no id twice in one request.
-
-    ``pages`` are all ids in use with shared runs once: if no id is there twice, which is the rule, no request can have one
-    twice. Only otherwise is every request looked at.
+    Reads the pages of each node once: if no id is there twice, which is the rule, no request can have one twice.
     """
+    row, start, stop = begin[nodes.row], nodes.start // page_size, -(-nodes.stop // page_size)
+    spans = zip((row + start).tolist(), (row + stop).tolist(), strict=True)
+    pages = np.concatenate([ids[a:b] for a, b in spans] or [ids[:0]])
     if not len(pages):
         return
     if pages.min() < 0:
         raise ValueError(f"block_tables: expected page ids of at least 0, got {int(pages.min())}")
-    seen = np.zeros(int(pages.max()) + 1, bool)
-    seen[pages] = True
-    if np.count_nonzero(seen) == len(pages):
+    if _all_differ(pages) or not _read_twice(pages, stop - start, nodes):
         return
-    for b, ids in enumerate(by_request()):
-        values, counts = np.unique(ids, return_counts=True)
-        if (counts > 1).any():
-            twice = values[counts > 1][0]
+    for b, (a, count) in enumerate(zip(begin.tolist(), (-(-seq_lens // page_size)).tolist(), strict=True)):
+        values, times = np.unique(ids[a : a + count], return_counts=True)
+        if (times > 1).any():
+            twice = values[times > 1][0]
             raise ValueError(f"block_tables: expected each page once in a request, got page {twice} twice (request {b})")
+
+
+def _all_differ(pages: np.ndarray) -> bool:
+    top = int(pages.max())
+    if top > _SPARSE * len(pages):
+        pages = np.sort(pages)
+        return bool((pages[1:] != pages[:-1]).all())
+    seen = np.zeros(top + 1, bool)
+    for i in range(0, len(pages), _CHUNK):
+        seen[pages[i : i + _CHUNK].astype(np.intp, copy=False)] = True
+    return np.count_nonzero(seen) == len(pages)
+
+
+def _read_twice(pages: np.ndarray, counts: np.ndarray, nodes: Nodes) -> bool:
+    """Whether a request reads an id twice, in one node or in two; node i has the next ``counts[i]`` of the pages."""
+    node = np.repeat(np.arange(len(nodes)), counts)
+    ordered = np.sort(pages)
+    some = np.isin(pages, ordered[1:][ordered[1:] == ordered[:-1]])
+    pages, node = pages[some], node[some]
+    by = np.lexsort((nodes.first[node], pages))
+    pages, first, last = pages[by], nodes.first[node[by]], nodes.last[node[by]]
+    # Of two overlapping ranges with others that begin between them, the first overlaps the next one too.
+    return bool(((pages[1:] == pages[:-1]) & (first[1:] < last[:-1])).any())

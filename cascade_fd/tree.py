@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from cascade_fd.discovery import Runs, discover, discover_ragged
+from cascade_fd.discovery import Runs, discover, discover_ragged, flat_rows
 from cascade_fd.kv import PageTable, check_indptr, host_ints
 from cascade_fd.levels import Level, check_drafts, check_nesting, level_nodes
 from cascade_fd.nodes import NO_LIMIT, Nodes, check_room, nodes_of_runs, offsets_of, row_counts
 from cascade_fd.prefix_index import PrefixIndex
-from cascade_fd.sharing import check_context, check_pages, host_page_ids, seen_before, shareable_pages
+from cascade_fd.sharing import check_context, check_pages, host_page_ids, shareable_pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,8 @@ class PrefixTree:
                 one node per request.
             q_lens: query rows per request: one number, or ``[B]``.
             table: page ids with one row per *request*, counted from the request's first token. A shared node then reads
-                the row of its first request, and starts where the level above it ends.
+                the row of its first request, and starts where the level above it ends. Where sharing does not pay, every
+                request reads the tokens in its own row: all rows must name the shared pages.
             causal: see ``PrefixTree``.
 
         Raises:
@@ -119,11 +120,10 @@ class PrefixTree:
         ids = host_page_ids("block_tables", block_tables, "B max_pages")
         table = table or PageTable.from_block_table(torch.from_numpy(ids), page_size)
         lens, rows = check_context(seq_lens, q_lens, table, len(ids), page_size)
-        runs = discover(ids, shareable_pages(lens, rows, page_size))
-        used = np.arange(ids.shape[1]) < -(-lens // page_size)[:, None]
-        used[runs.order] &= np.arange(ids.shape[1]) >= seen_before(runs)[:, None]
-        check_pages(ids[used], lambda: [row[: -(-n // page_size)] for row, n in zip(ids, lens, strict=True)])
-        return cls._of_runs(runs, lens, rows, table)
+        tree = cls._of_runs(discover(ids, shareable_pages(lens, rows, page_size)), lens, rows, table)
+        flat, step = flat_rows(ids)
+        check_pages(flat, np.arange(len(ids)) * step, lens, tree.nodes, page_size)
+        return tree
 
     @classmethod
     def from_csr(
@@ -142,17 +142,16 @@ class PrefixTree:
         table = table or PageTable.from_csr(torch.from_numpy(ids), ptr, page_size)
         lens, rows = check_context(seq_lens, q_lens, table, len(ptr) - 1, page_size)
         runs = discover_ragged(ids, ptr, shareable_pages(lens, rows, page_size))
-        pages = [ids[a : a + -(-n // page_size)] for a, n in zip(ptr, lens.tolist(), strict=False)]
-        seen = seen_before(runs).tolist()
-        fresh = [pages[b][n:] for b, n in zip(runs.order.tolist(), seen, strict=True)]
-        check_pages(np.concatenate([*fresh, ids[:0]]), lambda: pages)
-        return cls._of_runs(runs, lens, rows, table)
+        tree = cls._of_runs(runs, lens, rows, table)
+        check_pages(ids, ptr[:-1], lens, tree.nodes, page_size)
+        return tree
 
     @classmethod
     def from_token_ids(cls, token_ids: Sequence[Any], *, q_lens: Any = 1, table: PageTable | None = None) -> PrefixTree:
         """Find what is shared from the tokens themselves, where equal prefixes have equal keys wherever they lie.
 
-        A shared node reads the keys of its first request: in ``table`` (a row per request), or in row b of a dense store.
+        A shared node reads the keys of its first request: in ``table`` (a row per request), or in row b of a dense store. Where
+        sharing does not pay, every request reads its own: all keys must be there.
         ``token_ids`` are the tokens of each request so far, query rows included.
         """
         tokens = [host_ints(f"token_ids[{b}]", ids) for b, ids in enumerate(token_ids)]

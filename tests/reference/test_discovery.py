@@ -68,9 +68,20 @@ def same(a: Runs, b: Runs):
         np.testing.assert_array_equal(getattr(a, field), getattr(b, field), field)
 
 
+def batch_order(lists):
+    """Every request by the lowest of those it shares each page with."""
+    lowest = {}
+    for b, ids in enumerate(lists):
+        for n in range(1, len(ids) + 1):
+            lowest.setdefault(tuple(ids[:n]), b)
+    paths = [[*(lowest[tuple(ids[:n])] for n in range(1, len(ids) + 1)), b] for b, ids in enumerate(lists)]
+    return sorted(range(len(lists)), key=paths.__getitem__)
+
+
 def discovered(lists, **options):
     """Runs of ``lists`` by every entry point, checked against each other and the oracle."""
     runs = discover(*padded(lists, **options))
+    assert runs.order.tolist() == batch_order(lists)
     same(runs, discover_ragged(*ragged(lists, options.get("dtype", np.int32))))
     check(runs, lists)
     return runs
@@ -136,6 +147,7 @@ CASES = {
     "chain": chain(40),
     "chain, backwards": chain(40)[::-1],
     "chain, mixed up": shuffled(chain(40)),
+    "zeros where others end": [[1, 0, 6], [1, 0, 0, 0], [1], [1, 0, 5], [1, 0], [1, 0, 0, 0], [0, 0], [0]],
     "longer than any window": [[9] * 3000 + [1], [9] * 3000 + [2], [9] * 2500 + [3], [9] * 3000 + [2, 2]],
 }
 
@@ -165,11 +177,18 @@ def test_a_batch_that_is_arranged_keeps_its_order():
 
 
 @pytest.mark.parametrize("lists", [chain(256), chain(256)[::-1], shuffled(chain(256)), binary(8, 1), shuffled(binary(8, 1))])
-def test_rounds_are_few(lists):
-    """Not one per request: their number is what a deep tree costs."""
-    with patch.object(discovery, "_depths", wraps=discovery._depths) as rounds:
+def test_depth_takes_no_steps(lists):
+    """Steps are windows of ids, however many nodes begin and end in one."""
+    with patch.object(discovery, "_windows", wraps=discovery._windows) as steps:
         check(discover(*padded(lists)), lists)
-    assert rounds.call_count <= 16
+    assert steps.call_count == 1
+
+
+def test_few_long_requests_take_few_steps():
+    row = np.arange(100_000, dtype=np.int32)
+    with patch.object(discovery, "_windows", wraps=discovery._windows) as steps:
+        runs = discover([row, row], [len(row)] * 2)
+    assert runs.stop.tolist() == [len(row)] and steps.call_count < 10
 
 
 def test_widths_and_counts_of_zero():
@@ -259,9 +278,9 @@ def test_small_alphabets(lists):
 
 
 @settings(max_examples=200, deadline=None)
-@given(few, st.integers(1, 5), st.integers(1, 20))
-def test_windows_of_any_width(lists, width, ids):
-    with patch.multiple(discovery, _WIDTH=width, _WINDOW_IDS=ids):
+@given(st.one_of(few, tries()), st.integers(1, 5), st.integers(1, 20))
+def test_windows_of_any_width(lists, step, ids):
+    with patch.multiple(discovery, _STEP=step, _WINDOW_IDS=ids):
         discovered(lists)
 
 
