@@ -23,6 +23,17 @@ class UnsupportedError(NotImplementedError):
         super().__init__(f"{what} is not supported:" + "".join(f"\n  - {r}" for r in self.reasons))
 
 
+def is_plain(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """The quick yes: a tensor of just this shape, dtype and device, no gradient, last axis contiguous, nothing expanded.
+
+    A no says nothing: the checks below then decide, and name what is wrong.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype is not dtype:
+        return False
+    strides = tensor.stride()
+    return strides[-1] == 1 and 0 not in strides and tensor.device == device and not tensor.requires_grad
+
+
 def check_tensor(name: str, value: Any) -> torch.Tensor:
     """Refuse anything that is not a tensor."""
     if not isinstance(value, torch.Tensor):
@@ -58,7 +69,7 @@ def check_same(what: str, **tensors: torch.Tensor) -> None:
 
 def check_last_axis(name: str, tensor: torch.Tensor) -> None:
     """The last axis must be contiguous; every other stride is honoured. We never copy behind the caller's back."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(
             f"{name}: expected a contiguous last axis (stride 1), got strides {list(tensor.stride())}; call .contiguous()"
         )
@@ -90,6 +101,8 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 def check_no_grad(**tensors: torch.Tensor) -> None:
     """The kernels have no backward pass; refuse rather than return a result that silently has no gradient."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
-        names = ", ".join(name for name, tensor in tensors.items() if tensor.requires_grad)
-        raise UnsupportedError("a gradient", [f"{names} requires grad; call under torch.no_grad()"])
+    if not torch.is_grad_enabled():
+        return
+    names = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if names:
+        raise UnsupportedError("a gradient", [f"{', '.join(names)} requires grad; call under torch.no_grad()"])

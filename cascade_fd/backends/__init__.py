@@ -9,6 +9,7 @@ The first two are the whole seam between a plan and a backend.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -24,4 +25,9 @@ def get_backend(name: str | None, device: torch.device) -> ModuleType:
     if name is None:
         name = "triton" if device.type == "cuda" else "reference"
     check_choice("backend", name, NAMES)
+    return _load(name)
+
+
+@functools.cache
+def _load(name: str) -> ModuleType:
     return importlib.import_module(f"cascade_fd.backends.{name}")

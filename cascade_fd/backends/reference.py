@@ -73,8 +73,9 @@ def merge_rows(partials: AttentionState, rows: MergeRows, out: AttentionState, s
         out.o.copy_(o)
         out.lse.copy_(lse)
     else:
-        out.o[rows.rows.long()] = o.to(out.dtype)
-        out.lse[rows.rows.long()] = lse
+        real = rows.rows >= 0
+        out.o[rows.rows[real].long()] = o[real].to(out.dtype)
+        out.lse[rows.rows[real].long()] = lse[real]
 
 
 def merge_pair(

@@ -5,9 +5,10 @@ The main loop runs over whole tiles that every row sees, without masks; a second
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cascade_fd.kernels.algebra import NEG_INF, fold_scores, inverse, log_sum
-from cascade_fd.kernels.launch import run
+from cascade_fd.kernels.launch import may_enter_early, run
 from cascade_fd.kernels.loaders import key_offsets, load_tile, page_ids
 from cascade_fd.tiles import padded
 
@@ -54,8 +55,14 @@ def attend_kernel(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
-    """Arguments as in ``Launch``; qk_scale puts scores in log2 units, lse_scale puts the output's lse in its base."""
+    """Arguments as in ``Launch``; qk_scale puts scores in log2 units, lse_scale puts the output's lse in its base.
+
+    CHAIN 1: the launch after this one may enter as soon as all programs here have started. CHAIN 2: so did this one.
+    """
+    if CHAIN > 0:
+        gdc_launch_dependents()
     item = items_ptr + (tl.program_id(0) // HKV) * 8
     h = tl.program_id(0) % HKV
     row0 = tl.load(item)
@@ -128,46 +135,56 @@ def attend_kernel(
         tl.store(lse_ptr + lse_offsets, lse * lse_scale, mask=row_ok)
     else:
         part = (first_slot + state) * (HKV * G) + head
-        tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok)
-        tl.store(part_lse_ptr + part, lse, mask=row_ok)
+        tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok, eviction_policy="evict_last")
+        tl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
+    if CHAIN == 2:  # Whoever waits for this launch then waits for the one before it too.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
 
 
-def launch_attend(q, store, plan, launch, partials, out, qk_scale, lse_scale):
-    """Launch once. ``partials`` is contiguous ``[slots, Hq, Dv]`` float32 in base 2; ``out`` has any strides."""
+def launch_attend(q, store, plan, launch, partials, out, scales, chain=0):
+    """Launch once. ``partials`` is contiguous ``[slots, Hq, Dv]`` float32 in base 2; ``out`` has any strides.
+
+    ``scales``: the kernel's qk_scale and lse_scale. ``chain``: its CHAIN.
+    """
     shape, tile, k, v = plan.shape, launch.tile, store.k, store.v
-    run(
-        attend_kernel,
-        len(launch.items) * shape.num_kv_heads,
+    items, ids = launch.items, launch.ids
+    tensors = (
         q,
         k,
         v,
-        launch.items if launch.ids is None else launch.ids,
-        launch.items,
+        items if ids is None else ids,
+        items,
         plan.lens,
         plan.rows,
         partials.o,
         partials.lse,
         out.o,
         out.lse,
-        *q.stride()[:2],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        launch.table_stride,
-        *out.o.stride()[:2],
-        *out.lse.stride(),
-        qk_scale,
-        lse_scale,
-        HKV=shape.num_kv_heads,
-        G=shape.group,
-        D=shape.head_dim,
-        DV=shape.v_head_dim,
-        PAGE_SIZE=launch.page_size,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=padded(shape.head_dim),
-        BLOCK_DV=padded(shape.v_head_dim),
-        WIDE=store.reach > _INT32_MAX,
-        PRECISION="ieee" if q.element_size() == 4 else "tf32",
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
     )
+    strides = (q.stride(), k.stride(), v.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
+    layout = (shape, tile, launch.page_size, store.reach > _INT32_MAX, chain, *strides)
+    grid = items.shape[0] * shape.num_kv_heads
+    run(attend_kernel, grid, tensors, layout, scales, _attend_arguments)
+
+
+def _attend_arguments(shape, tile, page_size, wide, chain, q, k, v, table, out, lse):
+    """The kernel's strides and constexprs, from strides of whole tensors."""
+    ints = (*q[:2], *k[:3], *v[:3], table, *out[:2], *lse)
+    return ints, {
+        "HKV": shape.num_kv_heads,
+        "G": shape.group,
+        "D": shape.head_dim,
+        "DV": shape.v_head_dim,
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": padded(shape.head_dim),
+        "BLOCK_DV": padded(shape.v_head_dim),
+        "WIDE": wide,
+        "PRECISION": "ieee" if shape.dtype.itemsize == 4 else "tf32",
+        "CHAIN": chain,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **may_enter_early(chain == 2),
+    }

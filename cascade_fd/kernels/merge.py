@@ -3,11 +3,14 @@
 Rows of both kernels are numbered on the grid's first axis alone, which holds 2^31 - 1 programs.
 """
 
+import functools
+
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from cascade_fd.kernels.algebra import NEG_INF, fold_mass, fold_one, fold_states, inverse, log_sum
-from cascade_fd.kernels.launch import run
+from cascade_fd.kernels.launch import may_enter_early, run
 from cascade_fd.state import base_factor
 from cascade_fd.tiles import padded
 
@@ -41,8 +44,12 @@ def merge_rows_kernel(
     BLOCK_D: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
-    """One output row, one head and BLOCK_D columns per program; BLOCK_S states in flight, in index order."""
+    """One output row, one head and BLOCK_D columns per program; BLOCK_S states in flight, in index order.
+
+    A row of -1 is room that no row of the batch needs. CHAIN: programs enter while the states are still computed, and wait.
+    """
     COLUMNS: tl.constexpr = (DV + BLOCK_D - 1) // BLOCK_D
     d = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
     h = tl.program_id(0) // COLUMNS % H
@@ -53,6 +60,8 @@ def merge_rows_kernel(
         row = tl.load(rows_ptr + i).to(tl.int64)
     else:
         row = i.to(tl.int64)
+    if CHAIN:
+        gdc_wait()
     m = NEG_INF + tl.zeros([], tl.float32)
     l = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -67,8 +76,10 @@ def merge_rows_kernel(
         m, l, alpha = fold_mass(m, l, tl.load(sink_ptr + h).to(tl.float32) * sink_scale, unit)
         acc *= alpha
     o = (acc * inverse(l)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * stride_out_t + h * stride_out_h + d, o, mask=d < DV)
-    tl.store(lse_ptr + row * stride_lse_t + h.to(tl.int64) * stride_lse_h, log_sum(m, l, m_scale, log2_scale))
+    lse = log_sum(m, l, m_scale, log2_scale)
+    if row >= 0:
+        tl.store(out_ptr + row * stride_out_t + h * stride_out_h + d, o, mask=d < DV)
+        tl.store(lse_ptr + row * stride_lse_t + h.to(tl.int64) * stride_lse_h, lse)
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_a_lse_t", "stride_a_lse_h", "stride_b_lse_t", "stride_b_lse_h", *_STRIDES])
@@ -131,6 +142,7 @@ def merge_pair_kernel(
     tl.store(lse_ptr + t * stride_lse_t + h * stride_lse_h, log_sum(m, l, m_scale, log2_scale), mask=ok)
 
 
+@functools.cache
 def _scales(source, target):
     """Factors: lse differences to log2 units, m to the target base, log2 to the target base, sink logits to the source base."""
     return (
@@ -141,41 +153,43 @@ def _scales(source, target):
     )
 
 
-def launch_merge_rows(partials, rows, out, sink, tile):
-    """Merge ``len(rows)`` rows of ``partials`` into ``out``."""
-    H, DV = out.o.shape[1:]
-    run(
-        merge_rows_kernel,
-        len(rows) * H * -(-DV // tile.block_d),
+def launch_merge_rows(partials, rows, out, sink, tile, chain=False):
+    """Merge all of ``rows`` from ``partials`` into ``out``. ``chain``: the kernel's CHAIN."""
+    _, H, DV = out.o.shape
+    indptr = rows.indptr
+    tensors = (
         partials.o,
         partials.lse,
-        rows.indptr,
-        rows.indptr if rows.rows is None else rows.rows,
+        indptr,
+        indptr if rows.rows is None else rows.rows,
         partials.lse if sink is None else sink,
         out.o,
         out.lse,
-        *partials.o.stride()[:2],
-        *partials.lse.stride(),
-        *out.o.stride()[:2],
-        *out.lse.stride(),
-        *_scales(partials.base, out.base),
-        H=H,
-        DV=DV,
-        BLOCK_S=tile.block_s,
-        BLOCK_D=tile.block_d,
-        HAS_ROWS=rows.rows is not None,
-        HAS_SINK=sink is not None,
-        num_warps=tile.num_warps,
     )
+    strides = (partials.o.stride(), partials.lse.stride(), out.o.stride(), out.lse.stride())
+    layout = (H, DV, tile, rows.rows is not None, sink is not None, chain, *strides)
+    grid = (indptr.shape[0] - 1) * H * -(-DV // tile.block_d)
+    run(merge_rows_kernel, grid, tensors, layout, _scales(partials.base, out.base), _merge_rows_arguments)
+
+
+def _merge_rows_arguments(H, DV, tile, has_rows, has_sink, chain, part_o, part_lse, out, lse):
+    return (*part_o[:2], *part_lse, *out[:2], *lse), {
+        "H": H,
+        "DV": DV,
+        "BLOCK_S": tile.block_s,
+        "BLOCK_D": tile.block_d,
+        "HAS_ROWS": has_rows,
+        "HAS_SINK": has_sink,
+        "CHAIN": chain,
+        "num_warps": tile.num_warps,
+        **may_enter_early(chain),
+    }
 
 
 def launch_merge_pair(a, b, out, mask, sink):
     """Merge two states of the same rows."""
-    T, H, DV = out.o.shape
-    block_r = max(1, 1024 // padded(DV))
-    run(
-        merge_pair_kernel,
-        -(-T * H // block_r),
+    shape = out.o.shape
+    tensors = (
         a.o,
         a.lse,
         b.o,
@@ -184,20 +198,26 @@ def launch_merge_pair(a, b, out, mask, sink):
         a.lse if sink is None else sink,
         out.o,
         out.lse,
-        *a.o.stride()[:2],
-        *a.lse.stride(),
-        *b.o.stride()[:2],
-        *b.lse.stride(),
-        *out.o.stride()[:2],
-        *out.lse.stride(),
-        T * H,
-        base_factor(b.base, a.base),
-        *_scales(a.base, out.base),
-        H=H,
-        DV=DV,
-        BLOCK_R=block_r,
-        BLOCK_D=padded(DV),
-        HAS_MASK=mask is not None,
-        HAS_SINK=sink is not None,
-        num_warps=4,
     )
+    strides = [x.stride() for state in (a, b, out) for x in (state.o, state.lse)]
+    layout = (shape, mask is not None, sink is not None, *strides)
+    grid = -(-shape[0] * shape[1] // _rows_per_program(shape[2]))
+    floats = (base_factor(b.base, a.base), *_scales(a.base, out.base))
+    run(merge_pair_kernel, grid, tensors, layout, floats, _merge_pair_arguments)
+
+
+def _merge_pair_arguments(shape, has_mask, has_sink, a_o, a_lse, b_o, b_lse, out, lse):
+    T, H, DV = shape
+    return (*a_o[:2], *a_lse, *b_o[:2], *b_lse, *out[:2], *lse, T * H), {
+        "H": H,
+        "DV": DV,
+        "BLOCK_R": _rows_per_program(DV),
+        "BLOCK_D": padded(DV),
+        "HAS_MASK": has_mask,
+        "HAS_SINK": has_sink,
+        "num_warps": 4,
+    }
+
+
+def _rows_per_program(DV):
+    return max(1, 1024 // padded(DV))

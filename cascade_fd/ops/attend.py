@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from cascade_fd.backends import get_backend
-from cascade_fd.checks import check_dtype, check_last_axis, check_no_grad, check_same, check_shape
+from cascade_fd.checks import check_dtype, check_last_axis, check_no_grad, check_same, check_shape, is_plain
 from cascade_fd.kv import KVStore
 from cascade_fd.ops.options import Output, destination, known_options
 from cascade_fd.planning.worklist import Launch, Plan
@@ -30,12 +30,13 @@ def attend(q: torch.Tensor, kv: KVStore | Sequence[KVStore], plan: Plan, **outpu
     """
     options = known_options("attend", output, Output)
     stores = _stores(kv, plan)
-    _check_query(q, stores, plan)
-    state = destination((plan.num_rows, plan.shape.num_q_heads, plan.shape.v_head_dim), q, options, (q.dtype,))
+    shape, T = plan.shape, plan.num_rows
+    _check_query(q, T, stores, plan)
+    state = destination((T, shape.num_q_heads, shape.v_head_dim), q, options, (shape.dtype,))
     if state.o is q:
         raise ValueError("out: expected memory of its own, got q itself")
     scale = _scale(options.get("sm_scale"), plan)
-    if plan.num_rows:
+    if T:
         backend = get_backend(options.get("backend"), q.device)
         partials = backend.partial_states(q, stores, plan, scale, state)
         if len(plan.merge):
@@ -54,16 +55,18 @@ def _scale(sm_scale: Any, plan: Plan) -> float:
 def _stores(kv: Any, plan: Plan) -> list[KVStore]:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
-    stores = list(kv) if isinstance(kv, (list, tuple)) else [kv] * len(plan.tree.tables)
+    levels = len(plan.tree.tables)
+    stores = list(kv) if isinstance(kv, (list, tuple)) else [kv] * levels
     for store in stores:
         if not isinstance(store, KVStore):
             raise TypeError(f"kv: expected a PagedKV or DenseKV, or one per level, got {type(store).__name__}")
-    if len(stores) != len(plan.tree.tables):
-        raise ValueError(f"kv: expected one store, or one per level ({len(plan.tree.tables)}), got {len(stores)}")
+    if len(stores) != levels:
+        raise ValueError(f"kv: expected one store, or one per level ({levels}), got {len(stores)}")
     for launch in plan.launches:
-        if any(stores[level] is not stores[launch.levels[0]] for level in launch.levels):
+        store = stores[launch.levels[0]]
+        if len(launch.levels) > 1 and any(stores[level] is not store for level in launch.levels):
             raise ValueError(f"kv: expected one store for levels {list(launch.levels)}, which share a page table, got several")
-        _check_store(stores[launch.levels[0]], launch)
+        _check_store(store, launch)
     return stores
 
 
@@ -85,27 +88,31 @@ def _check_store(store: KVStore, launch: Launch) -> None:
         )
 
 
-def _check_query(q: torch.Tensor, stores: list[KVStore], plan: Plan) -> None:
+def _check_query(q: torch.Tensor, T: int, stores: list[KVStore], plan: Plan) -> None:
     shape = plan.shape
-    check_shape("q", q, "T Hq D", T=plan.num_rows, Hq=shape.num_q_heads, D=shape.head_dim)
-    check_last_axis("q", q)
+    plain = is_plain(q, (T, shape.num_q_heads, shape.head_dim), shape.dtype, plan.rows.device)
+    if not plain:
+        check_shape("q", q, "T Hq D", T=T, Hq=shape.num_q_heads, D=shape.head_dim)
+        check_last_axis("q", q)
     previous = None
     for store in stores:
         if store is not previous:
             _check_match(q, store, plan)
         previous = store
+    if plain:
+        return
     check_dtype("q", q, (shape.dtype,))
     if q.device.type != plan.device.type:
         raise ValueError(f"plan: expected a plan for {q.device}, got one for {plan.device}")
 
 
 def _check_match(q: torch.Tensor, store: KVStore, plan: Plan) -> None:
-    shape = plan.shape
-    check_no_grad(k=store.k, v=store.v)
-    if q.dtype != store.k.dtype or q.device != store.k.device:
-        check_same("dtype", q=q, k=store.k)
-        check_same("device", q=q, k=store.k)
-    if store.num_kv_heads != shape.num_kv_heads or store.head_dims != shape.head_dims:
+    shape, k, v = plan.shape, store.k, store.v
+    check_no_grad(k=k, v=v)
+    if q.dtype != k.dtype or q.device != k.device:
+        check_same("dtype", q=q, k=k)
+        check_same("device", q=q, k=k)
+    if k.shape[2:] != (shape.num_kv_heads, shape.head_dim) or v.shape[3] != shape.v_head_dim:
         raise ValueError(
             f"kv: expected Hkv={shape.num_kv_heads} and (D, Dv)={shape.head_dims}, "
             f"got Hkv={store.num_kv_heads} and {store.head_dims}"

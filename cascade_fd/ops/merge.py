@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 
 from cascade_fd.backends import get_backend
-from cascade_fd.checks import check_dtype, check_int, check_same, check_shape
+from cascade_fd.checks import check_dtype, check_int, check_last_axis, check_same, check_shape
 from cascade_fd.kv import check_indptr
 from cascade_fd.ops.options import Output, destination, known_options
 from cascade_fd.planning.worklist import MergeRows
@@ -62,6 +62,7 @@ def merge_(
     _check_match("other", check_state("other", other), state)
     if mask is not None:
         check_shape("mask", mask, "T", T=state.num_rows)
+        check_last_axis("mask", mask)
         check_dtype("mask", mask, (torch.bool,))
         check_same("device", state=state.o, mask=mask)
     if state.o.numel():
@@ -116,5 +117,6 @@ def _check_match(name: str, state: AttentionState, first: AttentionState) -> Non
 def _check_sink(sink: torch.Tensor | None, state: AttentionState) -> None:
     if sink is not None:
         check_shape("sink", sink, "Hq", Hq=state.num_heads)
+        check_last_axis("sink", sink)
         check_dtype("sink", sink, (torch.float32, torch.float16, torch.bfloat16))
         check_same("device", states=state.o, sink=sink)

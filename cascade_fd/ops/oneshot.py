@@ -172,7 +172,7 @@ def _run(
         head_dim=store.head_dims,
         dtype=store.k.dtype,
         device=q.device,
-        split="wave" if num_splits is None else num_splits,
+        split="balanced" if num_splits is None else num_splits,
     )
     if lens_on_device is not None and made.launches:
         made.set_lengths(lens_on_device)

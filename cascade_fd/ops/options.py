@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypedDict
 
 import torch
 
-from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_dtype, check_last_axis, check_no_grad, check_same, check_shape
+from cascade_fd.checks import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_dtype,
+    check_last_axis,
+    check_no_grad,
+    check_same,
+    check_shape,
+    is_plain,
+)
 from cascade_fd.state import BASES, AttentionState
 
 
@@ -32,7 +42,7 @@ class Options(Output, total=False):
     """``Output``, and what the one-shot forms need for the plan they make.
 
     Attributes:
-        num_splits: splits per KV range; default: FlashAttention-2's wave-efficiency rule.
+        num_splits: splits per KV range; default: as many as fill the device once.
         kv_layout: layout of bare ``(k, v)`` tensors, "NHD" (default) or "HND".
     """
 
@@ -42,11 +52,15 @@ class Options(Output, total=False):
 
 def known_options(what: str, given: Any, kind: Any) -> dict[str, Any]:
     """A copy of ``given``; TypeError if it has a name that ``kind`` does not know."""
-    names = set(kind.__annotations__) | set(Output.__annotations__)
-    unknown = set(given) - names
-    if unknown:
-        raise TypeError(f"{what}: expected options {sorted(names)}, got {sorted(unknown)}")
+    names = _option_names(kind)
+    if not given.keys() <= names:
+        raise TypeError(f"{what}: expected options {sorted(names)}, got {sorted(given.keys() - names)}")
     return dict(given)
+
+
+@functools.cache
+def _option_names(kind: Any) -> frozenset[str]:
+    return frozenset(kind.__annotations__) | frozenset(Output.__annotations__)
 
 
 def destination(
@@ -58,13 +72,13 @@ def destination(
     if base is not None:
         check_choice("base", base, BASES)
     if out is None:
-        out = torch.empty(shape, dtype=like.dtype, device=like.device)
-    else:
+        out = torch.empty(*shape, dtype=like.dtype, device=like.device)
+    elif not is_plain(out, shape, like.dtype, like.device):
         _check_buffer("out", out, like, dict(zip(("T", "Hq", "Dv"), shape, strict=True)), dtypes)
         check_last_axis("out", out)
     if lse is None:
-        lse = torch.empty(shape[:2], dtype=torch.float32, device=like.device)
-    else:
+        lse = torch.empty(*shape[:2], dtype=torch.float32, device=like.device)
+    elif not is_plain(lse, shape[:2], torch.float32, like.device):
         _check_buffer("lse_out", lse, like, dict(zip(("T", "Hq"), shape[:2], strict=True)), (torch.float32,))
     return AttentionState.trusted(out, lse, base or "e")
 

@@ -154,6 +154,37 @@ def test_out_buffers_are_written_with_their_strides(target, num_splits):
     assert lse[:, T:].isnan().all()
 
 
+def moved(x, how):
+    """The same values in new memory: contiguous, one element off 16 bytes, between other heads, or rows of odd length."""
+    if how == "contiguous":
+        return x.clone()
+    if how == "one element off":
+        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    if how == "between others":
+        return x.new_full((x.shape[0], 2 * x.shape[1], x.shape[2]), torch.nan)[:, ::2].copy_(x)
+    return x.new_full((*x.shape[:2], x.shape[2] + 3), torch.nan)[..., : x.shape[2]].copy_(x)
+
+
+def test_calls_in_turn_with_other_memory(target):
+    """A plan is used over and over; what one call's tensors look like must not leak into the next call."""
+    lens = [70, 9]
+    q, contexts, store, table = paged_case(target, lens)
+    m = target.model()
+    shape = {"num_q_heads": m.num_q_heads, "num_kv_heads": m.num_kv_heads, "head_dim": (m.head_dim, m.v_head_dim)}
+    tree = cf.PrefixTree.from_levels([cf.Level(range(3), lens)], table=cf.PageTable.from_block_table(table, 16))
+    plan = cf.plan(tree, **shape, dtype=m.dtype, device=target.device, split=2)
+    ways = ["contiguous", "one element off", "between others", "rows of odd length"]
+    for turn in range(3):
+        for i, way in enumerate(ways):
+            mine = moved(q * (turn + 1), way)
+            out = moved(torch.full_like(q, torch.nan), ways[(i + turn) % 4])
+            lse = torch.full((q.shape[1], 2), torch.nan, device=q.device).T
+            state = cf.attend(mine, store, plan, out=out, lse_out=lse, backend=target.backend)
+            assert state.o is out and state.lse is lse
+            target.check(state, mine, contexts)
+            target.check(cf.attend(mine, store, plan, base="2", backend=target.backend).to_base("e"), mine, contexts)
+
+
 def test_one_lse_through_every_path(target):
     lens = [64, 50]
     q, contexts, store, table = paged_case(target, lens)
