@@ -176,9 +176,20 @@ class PageTable:
 
 def as_ids(name: str, value: Any) -> torch.Tensor:
     """An integer tensor from a tensor, array or list; device tensors stay where they are."""
-    tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+    tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(as_array(name, value))
     check_dtype(name, tensor, (torch.int32, torch.int64))
     return tensor
+
+
+def as_array(name: str, value: Any) -> np.ndarray:
+    """An array of an array or nested lists, whose rows must be equally long."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.empty(0, object)
+    if array.dtype == object:
+        raise ValueError(f"{name}: expected integers in rows of equal length, got a ragged list; pad it")
+    return array
 
 
 def flat_ids(ids: torch.Tensor) -> torch.Tensor:
@@ -201,7 +212,7 @@ def host_ints(name: str, value: Any) -> np.ndarray:
         if value.device.type != "cpu":
             raise ValueError(f"{name}: expected host integers (list, NumPy or CPU tensor), got a tensor on {value.device}")
         value = value.numpy()
-    array = np.asarray(value)
+    array = as_array(name, value)
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,17 @@ class Nodes:
             live = live[ancestor[live] >= 0]
         return above
 
+    def fold(self, folded: np.ndarray) -> Nodes:
+        """The same ranges with ``folded [n]`` nodes empty, and their children starting where they did."""
+        start = self.start.copy()
+        moves = np.flatnonzero((self.parent >= 0) & folded[self.parent])
+        while True:
+            before = start[moves]
+            start[moves] = start[self.parent[moves]]
+            if (before == start[moves]).all():
+                break
+        return replace(self, start=start, stop=np.where(folded, start, self.stop))
+
     @classmethod
     def concatenate(cls, parts: Sequence[Nodes]) -> Nodes:
         """One after the other; ``parent`` must count over all of them already."""
@@ -74,9 +85,11 @@ def nodes_of_runs(runs: Runs, page_size: int, seq_lens: np.ndarray, room: np.nda
     A shared node reads the row of its first request in tree order.
     """
     B, n = len(runs.order), len(runs)
-    deepest = np.full(B, -1)
-    for i, (first, last) in enumerate(zip(runs.first.tolist(), runs.last.tolist(), strict=True)):
-        deepest[first:last] = i  # children come after their parents
+    # A request's innermost run is the last that begins at or before it of those that stop where its own pages begin.
+    place = runs.stop * B + runs.first
+    by_place = place.argsort()
+    found = place[by_place].searchsorted(runs.own * B + np.arange(B), side="right") - 1
+    deepest = np.where(runs.own > 0, np.append(by_place, -1)[found], -1)
     row = np.concatenate([runs.order[runs.first], runs.order])
     position = np.arange(B)
     return Nodes(

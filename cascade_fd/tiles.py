@@ -5,6 +5,7 @@ Measured rows come from benchmarks/NOTES.md; the rest are first guesses that com
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ class AttendTile:
         block_n: keys per step of the main loop.
         num_warps, num_stages: as Triton means them.
         per_sm: programs that should be resident on one SM: slots = num_sms * per_sm.
+        fits: programs that can be resident; ``attend_tile`` counts them by shared memory.
     """
 
     block_m: int
@@ -28,10 +30,11 @@ class AttendTile:
     num_warps: int
     num_stages: int
     per_sm: int
+    fits: int = 1
 
-    def smem(self, hw: Hardware, head_dims: tuple[int, int], itemsize: int) -> int:
+    def smem(self, arch: str, head_dims: tuple[int, int], itemsize: int) -> int:
         """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (on NVIDIA) q."""
-        amd = hw.arch.startswith("gfx")
+        amd = arch.startswith("gfx")
         warp_group = self.block_m >= 64 and not amd  # warp-group MMA keeps one more stage
         stages = self.num_stages if warp_group else max(1, self.num_stages - 1)
         elements = stages * self.block_n * sum(map(padded, head_dims)) + (0 if amd else self.block_m * padded(head_dims[0]))
@@ -74,36 +77,46 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def tile_rows(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> list[int]:
+def tile_rows(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> tuple[int, ...]:
     """Rows of the tiles that a device has for a dtype and head dims, rising."""
-    return sorted({tile.block_m for tile in _tiles(hw, dtype, head_dims)})
+    return tuple(_tiles(hw.arch, hw.smem, dtype, head_dims))
 
 
-def _tiles(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> list[AttendTile]:
-    tiles = _ATTEND.get((hw.arch, dtype.itemsize)) or _ATTEND["any", dtype.itemsize]
+def attend_tile(
+    hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int, programs: int = 1, *, beside: bool = False
+) -> AttendTile:
+    """The smallest tile that holds ``rows`` packed rows, or the largest there is, shrunk until its pipeline fits.
+
+    Of tiles with as many rows, the first that can have ``programs`` resident at once, or the last: the one that takes least
+    of an SM, as it should ``beside`` another launch.
+    """
+    by_rows = _tiles(hw.arch, hw.smem, dtype, head_dims)
+    same = by_rows.get(rows) or next((tiles for size, tiles in by_rows.items() if size >= rows), None)
+    same = same or by_rows[max(by_rows)]
+    return next((t for t in same if t.per_sm * hw.num_sms >= programs and not beside), same[-1])
+
+
+@functools.cache
+def _tiles(arch: str, smem: int, dtype: torch.dtype, head_dims: tuple[int, int]) -> dict[int, tuple[AttendTile, ...]]:
+    """The tiles of a device by their rows, rising."""
+    tiles = _ATTEND.get((arch, dtype.itemsize)) or _ATTEND["any", dtype.itemsize]
     if any(dim % 16 for dim in head_dims):
         # Triton cannot prove 16-byte rows then and loads without async copies. With warp-group MMA (from 64 rows on) Triton
         # 3.6.0 then gives the kernel too little shared memory (D 40, Dv 24 on an H200: wrong results, and out-of-range shared
         # addresses under compute-sanitizer): such dims keep to plain MMA.
         tiles = tuple(t for t in tiles if t.block_m <= 32) or tiles[:1]
-    if max(map(padded, head_dims)) <= 128:
-        return list(tiles)
-    # Accumulators twice as wide: spread them over twice the threads; of 128 rows they would spill.
-    return [replace(t, num_warps=min(8, 2 * t.num_warps)) for t in tiles if t.block_m <= 64]
+    if max(map(padded, head_dims)) > 128:
+        # Accumulators twice as wide: spread them over twice the threads; of 128 rows they would spill.
+        tiles = tuple(replace(t, num_warps=min(8, 2 * t.num_warps)) for t in tiles if t.block_m <= 64)
+    fitted = [_fitted(tile, arch, smem, dtype.itemsize, head_dims) for tile in tiles]
+    sizes = sorted({t.block_m for t in fitted})
+    return {size: tuple(t for t in fitted if t.block_m == size) for size in sizes}
 
 
-def attend_tile(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int, programs: int = 1) -> AttendTile:
-    """The smallest tile that holds ``rows`` packed rows, or the largest there is, shrunk until its pipeline fits.
-
-    Of tiles with as many rows, the first that can have ``programs`` resident at once, or the last.
-    """
-    size, tiles = dtype.itemsize, _tiles(hw, dtype, head_dims)
-    block_m = next((t.block_m for t in tiles if t.block_m >= rows), tiles[-1].block_m)
-    same = [t for t in tiles if t.block_m == block_m]
-    tile = next((t for t in same if t.per_sm * hw.num_sms >= programs), same[-1])
-    while tile.smem(hw, head_dims, size) * tile.per_sm > hw.smem and tile.block_n > 16:
+def _fitted(tile: AttendTile, arch: str, smem: int, itemsize: int, head_dims: tuple[int, int]) -> AttendTile:
+    while tile.smem(arch, head_dims, itemsize) * tile.per_sm > smem and tile.block_n > 16:
         tile = replace(tile, block_n=tile.block_n // 2)
-    return tile
+    return replace(tile, fits=max(tile.per_sm, smem // tile.smem(arch, head_dims, itemsize)))
 
 
 def merge_tile(max_states: int, head_dim: int, rows: int) -> MergeTile:

@@ -1,6 +1,7 @@
 """A plan as a picture: the tree, and a schedule of its programs. Matplotlib is imported by ``draw`` only.
 
-The schedule is simulated, not measured: a program takes as long as its range has keys, and each launch waits for the last.
+The schedule is simulated, not measured: a program takes the time that the cost model gives each key of its range. Launches that
+may overlap are drawn one above the other, each on its own slots; others one after the other.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_fd.hardware import Hardware, hardware_of
+from cascade_fd.hardware import Hardware
 from cascade_fd.planning.facts import Facts, facts_of
+from cascade_fd.planning.layout import lens_index
 from cascade_fd.planning.worklist import NODE, START, STOP, Plan
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def draw(plan: Plan, path: str | Path, hardware: Hardware | None = None) -> None
     """Draw ``plan`` into ``path``, a ``.png``, ``.svg`` or ``.pdf``; equal plans give equal files.
 
     Left, the tree: a bar per node, from its first token to its last, as high as it has requests. Right, what each slot of
-    ``hardware`` (default: of ``plan.device``) would run if programs were dealt out in order and took as long as their range.
+    ``hardware`` (default: what it was made for) would run if programs were dealt out in order.
 
     Raises:
         ValueError: another suffix.
@@ -45,7 +47,7 @@ def draw(plan: Plan, path: str | Path, hardware: Hardware | None = None) -> None
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('draw: needs matplotlib; pip install "cascade_fd[bench]"', name=error.name) from error
-    hw, facts = hardware or hardware_of(plan.device), facts_of(plan)
+    hw, facts = hardware or plan.hardware, facts_of(plan)
     with matplotlib.rc_context({"svg.hashsalt": "cascade_fd", "font.size": 8.5, "axes.titlesize": 9.5}):
         height = 2.9 + 1.6 * min(1.0, plan.tree.num_requests / 64)
         figure = Figure((11, height), layout="constrained")
@@ -57,7 +59,7 @@ def draw(plan: Plan, path: str | Path, hardware: Hardware | None = None) -> None
 
 
 def _draw_tree(axes: Axes, plan: Plan, facts: Facts) -> None:
-    nodes, B = plan.tree.nodes, plan.tree.num_requests
+    nodes, B = plan.nodes, plan.tree.num_requests
     boxes = np.stack([facts.offset, facts.offset + facts.tokens, nodes.first, nodes.last], 1)
     end = int(boxes[:, 1].max(initial=0))
     axes.set(xlim=(0, end or 10), ylim=(B or 1, 0), title="Who reads which tokens", xlabel="token of the context")
@@ -78,20 +80,26 @@ def _draw_tree(axes: Axes, plan: Plan, facts: Facts) -> None:
 
 
 def _draw_schedule(axes: Axes, plan: Plan, facts: Facts, hw: Hardware) -> None:
-    begin, heads = 0, plan.shape.num_kv_heads
+    heads, count = plan.shape.num_kv_heads, max(1, len(plan.launches))
+    band = 100 / count if plan.chained else 100  # launches that overlap one above the other, others one after the other
+    begin = end = 0.0
     parts = []
     for index, launch in enumerate(plan.launches):
-        slots = hw.num_sms * launch.tile.per_sm
+        if not launch.count:
+            continue
+        slots, top = hw.num_sms * launch.tile.per_sm, band * index if plan.chained else 0
         node, tokens = items_of(plan, facts, index)
         boxes = schedule(np.repeat(tokens, heads), slots)
         boxes, item = _side_by_side(boxes, np.repeat(np.arange(len(node)), heads))
-        scaled = boxes * [1, 1, 100 / slots, 100 / slots] + np.array([begin, begin, 0, 0])
+        step = hw.costs.tile(launch.tile.block_m, launch.tile.per_sm).step / launch.tile.block_n or 1.0  # time per key
+        scaled = boxes * [step, step, band / slots, band / slots] + np.array([begin, begin, top, top])
         parts.append((scaled, np.full(len(item), index), facts.readers[node[item]] > 1))
-        end = begin + int(boxes[:, 1].max())
-        axes.fill([begin, end, end, begin], [0, 0, 100, 100], color=IDLE, linewidth=0)
-        begin = end
-    axes.set(xlim=(0, begin or 10), ylim=(100, 0), title=f"Schedule on {hw.name} (simulated)")
-    axes.set(xlabel="keys that a slot has read, one launch after the other (relative time)", ylabel="slots, per cent")
+        last = begin + step * int(boxes[:, 1].max())
+        axes.fill([begin, last, last, begin], [top, top, top + band, top + band], color=IDLE, linewidth=0)
+        begin, end = 0.0 if plan.chained else last, max(end, last)
+    axes.set(xlim=(0, end or 10), ylim=(100, 0), title=f"Schedule on {hw.name} (simulated)")
+    how = "launches share the SMs" if plan.chained and count > 1 else "one launch after the other"
+    axes.set(xlabel=f"us, if no program waits for memory that others use; {how}", ylabel="slots of each launch, per cent")
     if parts:
         _add(axes, *map(np.concatenate, zip(*parts, strict=True)))
     _strip(axes)
@@ -109,22 +117,21 @@ def _side_by_side(boxes: Boxes, item: np.ndarray) -> tuple[Boxes, np.ndarray]:
 def items_of(plan: Plan, facts: Facts, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Node and tokens of every item of a launch, in its order.
 
-    From the items where they are on the host. From a device they are not copied: nodes are taken as cut evenly.
+    From the items where they are on the host; from a device they are not copied, but counted again from the cuts.
     """
     launch = plan.launches[index]
     if launch.items.device.type == "cpu":
-        items = launch.items.numpy()
-        lens = np.arange(len(facts.tokens))
-        if plan.num_private and plan.tree.order is not None:  # columns of the plan count private nodes in request order
-            lens[plan.tree.num_shared + plan.tree.order] = np.arange(plan.tree.num_shared, len(lens))
-        return lens[items[:, NODE]], items[:, STOP].astype(np.int64) - items[:, START]
+        items = launch.items[: launch.count].numpy()
+        node_of = np.argsort(lens_index(plan.tree))  # the plan counts private nodes first, in request order
+        return node_of[items[:, NODE]], items[:, STOP].astype(np.int64) - items[:, START]
     mine = np.flatnonzero(facts.launch == index)
-    capacity = facts.tokens[mine] + np.where(mine >= plan.tree.num_shared, facts.growth if plan.num_private else 0, 0)
-    counts = plan.splits[mine] * facts.row_tiles[mine]
-    node, chunk = np.repeat(mine, counts), -(-capacity // plan.splits[mine])
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    split = (np.arange(len(node)) - first) // facts.row_tiles[node]
-    tokens = np.minimum(np.repeat(chunk, counts), np.repeat(capacity, counts) - split * np.repeat(chunk, counts))
+    growth = np.where(np.arange(len(facts.tokens)) >= plan.tree.num_shared, facts.growth, 0)
+    capacity, cuts = facts.tokens + growth, plan.cuts
+    counts = cuts.splits[mine] * facts.row_tiles[mine]
+    node = np.repeat(mine, counts)
+    split = (np.arange(len(node)) - np.repeat(np.cumsum(counts) - counts, counts)) // facts.row_tiles[node]
+    begin = split * cuts.chunk[node] - cuts.lead[node]
+    tokens = np.minimum(begin + cuts.chunk[node], capacity[node]) - np.maximum(begin, 0)
     longest = np.argsort(-tokens, kind="stable")
     return node[longest], tokens[longest]
 
@@ -163,7 +170,7 @@ def _legend(figure: Any, plan: Plan, hw: Hardware) -> None:
     heads = plan.shape.num_kv_heads
     patches = []
     for i, launch in enumerate(plan.launches[: len(COLOURS)]):
-        slots, programs = hw.num_sms * launch.tile.per_sm, len(launch.items) * heads
+        slots, programs = hw.num_sms * launch.tile.per_sm, launch.count * heads
         text = (
             f"launch {i}: {programs:,} programs of {launch.tile.block_m} rows on {slots:,} slots, {programs / slots:.2f} waves"
         )

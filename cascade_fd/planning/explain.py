@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cascade_fd.hardware import Hardware, hardware_of
-from cascade_fd.planning.facts import Facts, facts_of
+from cascade_fd.hardware import Hardware
+from cascade_fd.planning.facts import Facts, facts_of, merged_rows, predicted
 from cascade_fd.planning.worklist import Plan
 
 MOST = 8  # groups, and launches, that are listed
@@ -16,28 +16,36 @@ MOST = 8  # groups, and launches, that are listed
 def explain(plan: Plan, hardware: Hardware | None = None) -> str:
     """``plan`` as plain text of at most about 40 lines. Host only: a plan whose arrays are on a GPU is not waited for.
 
-    Lengths are those that the plan was made with; rates and the number of slots are those of ``hardware`` (default: of
-    ``plan.device``).
+    Lengths are those that the plan was made with; rates and the number of slots are those of ``hardware`` (default: what the
+    plan was made for).
     """
-    hw = hardware or hardware_of(plan.device)
+    hw = hardware or plan.hardware
     facts = facts_of(plan)
     lines = _batch(plan, hw)
     lines += _shared(plan, facts)
+    lines += _folded(plan, facts)
     lines += _private(plan, facts)
     lines += _reads(facts)
     lines += _launches(plan, facts, hw)
     lines += _merge(plan)
     lines += _capacity(plan, facts)
+    lines += _time_of(plan, facts, hw)
     lines += _floor(facts, hw)
     return "\n".join(lines)
 
 
 def reason(plan: Plan, node: int) -> str:
-    """Why a node is read once for several requests, or not. There is no cost model: whatever the tree shares is shared."""
-    tree = plan.tree
+    """Why a node is computed once for all its requests, or with each of its children."""
+    tree, choice = plan.tree, plan.choice
     if np.count_nonzero(tree.q_lens[tree.nodes.first[node] : tree.nodes.last[node]]) < 2:
         return "one reader"
-    return "declared" if tree.declared else "found in the batch"
+    if choice.rule:
+        return choice.rule
+    if choice.stuck is not None and choice.stuck[node]:
+        return "its tokens lie apart from its readers'"
+    if choice.once is None or choice.each is None:
+        return "shared"
+    return f"once {choice.once[node]:.3g} us, with each child {choice.each[node]:.3g} us"
 
 
 def _batch(plan: Plan, hw: Hardware) -> list[str]:
@@ -68,6 +76,25 @@ def _shared(plan: Plan, facts: Facts) -> list[str]:
         rest = np.setdiff1d(shared, shown)
         readers, tokens = _range(facts.readers[rest]), _range(facts.tokens[rest])
         lines.append(f"          and {len(rest):,} more of {readers} requests and {tokens} tokens")
+    return lines
+
+
+def _folded(plan: Plan, facts: Facts) -> list[str]:
+    """Nodes that several requests have in common and that are not computed once."""
+    tree = plan.tree
+    tokens = tree.nodes.stop - tree.nodes.start
+    away = np.flatnonzero(plan.choice.folded & (tokens > 0) & (facts.readers > 0))
+    if not len(away):
+        return []
+    shown = away[np.argsort(-(tokens * facts.readers)[away], kind="stable")[:MOST]]
+    rows = [["node", "requests", "tokens", "why", "which"]]
+    for i in np.sort(shown).tolist():
+        rows.append([f"{i:,}", f"{facts.readers[i]:,}", f"{tokens[i]:,}", reason(plan, i), abbreviate(_requests(plan, i))])
+    lines = [f"Folded    {_count(len(away), 'node')}; each is read with each of its children", *_table(rows, words=2)]
+    if len(shown) < len(away):
+        rest = np.setdiff1d(away, shown)
+        readers, left = _range(facts.readers[rest]), _range(tokens[rest])
+        lines.append(f"          and {len(rest):,} more of {readers} requests and {left} tokens")
     return lines
 
 
@@ -104,7 +131,7 @@ def _private(plan: Plan, facts: Facts) -> list[str]:
 
 
 def _reads(facts: Facts) -> list[str]:
-    flat, once = facts.flat_bytes, facts.unique_bytes
+    flat, once = facts.flat_bytes, facts.planned_bytes
     if not flat:
         return ["KV read   nothing"]
     less = f", {flat / once:.2f} times less" if once < flat else ", the same"
@@ -112,6 +139,8 @@ def _reads(facts: Facts) -> list[str]:
         f"KV read   flat, every request its whole context: {_si(flat, 'B')}",
         f"          as planned, every node once: {_si(once, 'B')}{less}",
     ]
+    if facts.repeated:
+        lines.append(f"          every token once: {_si(facts.unique_bytes, 'B')}; repeats come from cache where they fit")
     again = np.flatnonzero((facts.row_tiles > 1) & (facts.tokens > 0))
     if len(again):
         worst = again[np.argmax(facts.row_tiles[again])]
@@ -126,12 +155,13 @@ def _launches(plan: Plan, facts: Facts, hw: Hardware) -> list[str]:
     heads = plan.shape.num_kv_heads
     rows = [["launch", "nodes", "splits", "items", "programs", "slots", "waves", "longest item", "tile"]]
     for i, launch in enumerate(plan.launches[:MOST]):
-        splits, items = plan.splits[facts.launch == i], len(launch.items)
+        splits, items = plan.splits[facts.launch == i], launch.count
         tile, slots = launch.tile, hw.num_sms * launch.tile.per_sm
         counts = [f"{n:,}" for n in (items, items * heads, slots)]
         use = [f"{items * heads / slots:.2f}", f"{launch.max_tokens:,} tokens", f"{tile.block_m} rows x {tile.block_n} keys"]
         rows.append([f"{i}", f"{len(splits):,}", _range(splits), *counts, *use])
-    lines = [f"Launches  {len(plan.launches):,}, in this order; an item is a program for each of {_count(heads, 'KV head')}"]
+    how = "each may enter before the one before it ends" if plan.chained and len(plan.launches) > 1 else "in this order"
+    lines = [f"Launches  {len(plan.launches):,}, {how}; an item is a program for each of {_count(heads, 'KV head')}"]
     lines += _table(rows, words=1)
     if len(plan.launches) > MOST:
         lines.append(f"          and {len(plan.launches) - MOST:,} more")
@@ -140,10 +170,10 @@ def _launches(plan: Plan, facts: Facts, hw: Hardware) -> list[str]:
 
 def _merge(plan: Plan) -> list[str]:
     shape = plan.shape
-    size = plan.num_slots * shape.num_q_heads * (shape.v_head_dim + 1) * 4  # o and lse, float32
-    merged, direct = len(plan.merge), plan.num_rows - len(plan.merge)
-    slots = f"{_count(plan.num_slots, 'workspace slot')} ({_si(size, 'B')})"
-    return [f"Merge     {_count(merged, 'row')} merged from {slots}, {_count(direct, 'row')} written directly"]
+    size = plan.slots_used * shape.num_q_heads * (shape.v_head_dim + 1) * 4  # o and lse, float32
+    merged = merged_rows(plan)
+    slots = f"{_count(plan.slots_used, 'workspace slot')} ({_si(size, 'B')})"
+    return [f"Merge     {_count(merged, 'row')} merged from {slots}, {_count(plan.num_rows - merged, 'row')} written directly"]
 
 
 def _capacity(plan: Plan, facts: Facts) -> list[str]:
@@ -152,10 +182,23 @@ def _capacity(plan: Plan, facts: Facts) -> list[str]:
     if not facts.growth:
         return ["Capacity  the present lengths: any new token needs a new plan"]
     now = int(plan.tree.nodes.stop[plan.tree.num_shared :].max())
+    used = f", {plan.grown:,} of them used" if plan.grown else ""
     return [
-        f"Capacity  {_count(facts.growth, 'more token')} per request; "
+        f"Capacity  {_count(facts.growth, 'more token')} per request{used}; "
         f"the longest table row may go from {now:,} to {now + facts.growth:,}"
     ]
+
+
+def _time_of(plan: Plan, facts: Facts, hw: Hardware) -> list[str]:
+    """The cost model's word, and what it was weighed against."""
+    said = predicted(plan, facts, hw)
+    if not said.us:
+        return []
+    lines = [f"Predicted {_time(said.us / 1e6)}, most of it {said.bound}; constants: {hw.costs.source}"]
+    if len(plan.choice.compared) > 1:
+        weighed = ", ".join(f"{name} {us:.3g} us" for name, us in plan.choice.compared)
+        lines.append(f"          {weighed}, before splitting")
+    return lines
 
 
 def _floor(facts: Facts, hw: Hardware) -> list[str]:
@@ -166,7 +209,7 @@ def _floor(facts: Facts, hw: Hardware) -> list[str]:
     products = f"{_si(facts.flops, 'FLOP')} {_time(multiply) if multiply else 'at a rate not known'}"
     return [
         f"Floor     {_time(max(read, multiply))}, bound by {bound}; a lower bound with cold caches, not a prediction",
-        f"          every node once from memory {_time(read)}, {products}",
+        f"          every token once from memory {_time(read)}, {products}",
     ]
 
 

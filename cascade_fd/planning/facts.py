@@ -1,4 +1,4 @@
-"""Counts about a plan, per node of its tree: what ``explain`` says in words and ``draw`` in a picture.
+"""Counts about a plan, per node as it is computed: what ``explain`` says in words and ``draw`` in a picture.
 
 Everything comes from the host (the tree, the splits, shapes of arrays), so a plan whose arrays are on a GPU costs no
 synchronisation. Lengths are those that the plan was made with.
@@ -12,15 +12,16 @@ import numpy as np
 
 from cascade_fd.hardware import Hardware
 from cascade_fd.nodes import offsets_of
+from cascade_fd.planning.cost import Load, Prediction, block_size, predict
 from cascade_fd.planning.worklist import Plan
 
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Counts with one entry per node of ``plan.tree``, and sums over them.
+    """Counts with one entry per node of ``plan.nodes``, and sums over them.
 
     Attributes:
-        tokens: keys of the node; 0 if no query row reads it.
+        tokens: keys of the node; 0 if no query row reads it, or its children read it.
         first: tree position of its first request.
         readers: requests that read it (with at least one query row).
         packed: packed query rows that read it.
@@ -30,6 +31,7 @@ class Facts:
         bytes_per_token: keys and values of one token, all KV heads.
         flops: of the two products, over every key that a row sees.
         growth: tokens that private nodes may grow by.
+        repeated: tokens that nodes read again although another has them: those of a folded node, with each child but one.
     """
 
     tokens: np.ndarray
@@ -43,6 +45,7 @@ class Facts:
     bytes_per_token: int
     flops: int
     growth: int
+    repeated: int
 
     @property
     def shared(self) -> np.ndarray:
@@ -56,9 +59,14 @@ class Facts:
         return int((self.tokens * self.readers).sum()) * self.bytes_per_token
 
     @property
-    def unique_bytes(self) -> int:
-        """KV bytes if every node is read once."""
+    def planned_bytes(self) -> int:
+        """KV bytes if every node is read once as it is computed."""
         return int(self.tokens.sum()) * self.bytes_per_token
+
+    @property
+    def unique_bytes(self) -> int:
+        """KV bytes if every token is read once."""
+        return self.planned_bytes - self.repeated * self.bytes_per_token
 
     @property
     def tile_bytes(self) -> int:
@@ -66,14 +74,14 @@ class Facts:
         return int((self.tokens * self.row_tiles).sum()) * self.bytes_per_token
 
     def floor(self, hw: Hardware) -> tuple[float, float]:
-        """Seconds to read every node once from memory, and to multiply, at the device's rates. Neither can be beaten."""
+        """Seconds to read every token once from memory, and to multiply, at the device's rates. Neither can be beaten."""
         return self.unique_bytes / hw.bandwidth, self.flops / hw.matmul_rate
 
 
 def facts_of(plan: Plan) -> Facts:
     """Count."""
     tree, shape = plan.tree, plan.shape
-    nodes = tree.nodes
+    nodes = plan.nodes
     packed = _between(tree.q_lens, nodes.first, nodes.last) * shape.group
     tokens = np.where(packed > 0, nodes.stop - nodes.start, 0)
     width = shape.num_kv_heads * sum(shape.head_dims)
@@ -89,7 +97,54 @@ def facts_of(plan: Plan) -> Facts:
         bytes_per_token=width * shape.dtype.itemsize,
         flops=_pairs(plan, packed, tokens) * 2 * width,
         growth=plan.max_new_tokens,
+        repeated=int(tokens.sum() - ((tree.nodes.stop - tree.nodes.start) * (packed > 0)).sum()),
     )
+
+
+def predicted(plan: Plan, facts: Facts, hw: Hardware) -> Prediction:
+    """What the cost model says of a plan, at the lengths it was made with."""
+    return predict(loads_of(plan, facts), state_bytes(plan), hw)
+
+
+def loads_of(plan: Plan, facts: Facts) -> list[Load]:
+    """The launches of a plan as the cost model sees them."""
+    shape, loads = plan.shape, []
+    own, where, times = _readers(plan, facts)
+    for i, launch in enumerate(plan.launches):
+        mine, tile, block = (where == i) & (own > 0), launch.tile, launch.tile.block_n
+        reads = list(zip((shape.num_kv_heads / block * own[mine]).tolist(), times[mine].tolist(), strict=True))
+        size = block_size(shape.head_dims, shape.dtype.itemsize, block)
+        programs = launch.count * shape.num_kv_heads
+        loads.append(Load(tile.block_m, tile.per_sm, programs, reads, launch.max_tokens / block, size))
+    return loads
+
+
+def state_bytes(plan: Plan) -> int:
+    """Bytes of all partial states, which are written once and read once."""
+    return plan.slots_used * plan.shape.num_q_heads * (plan.shape.v_head_dim + 1) * 4
+
+
+def merged_rows(plan: Plan) -> int:
+    """Query rows that the merge writes: those of several states, or of none. ``plan.merge`` has room for others too."""
+    nodes, splits, B = plan.nodes, plan.splits, plan.tree.num_requests
+
+    def each(values: np.ndarray) -> np.ndarray:  # sums over the nodes that a request reads
+        return np.cumsum(np.bincount(nodes.first, values, B + 1) - np.bincount(nodes.last, values, B + 1))[:B]
+
+    others = offsets_of(each(splits) != 1)
+    direct = (splits == 1) & (others[nodes.last] == others[nodes.first])
+    return int(plan.tree.q_lens[each(direct) == 0].sum())
+
+
+def _readers(plan: Plan, facts: Facts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per node of the tree its tokens, the launch that reads them, and how many programs do, for each KV head and split."""
+    nodes = plan.tree.nodes
+    own = np.where(facts.packed > 0, nodes.stop - nodes.start, 0)
+    where, times = facts.launch.copy(), facts.row_tiles.copy()
+    for i in reversed(np.flatnonzero(plan.choice.folded).tolist()):  # children come after their parents
+        children = np.flatnonzero((nodes.parent == i) & (times > 0))
+        where[i], times[i] = (where[children[-1]], times[children].sum()) if len(children) else (-1, 0)
+    return own, where, times
 
 
 def _between(counts: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:

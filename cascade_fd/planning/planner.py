@@ -1,18 +1,21 @@
-"""From a tree to a plan: check the options and choose tiles and splits; ``layout`` does the rest. Host only, no Triton."""
+"""From a tree to a plan: check the options, choose what is shared, tiles and splits; ``layout`` does the rest. No Triton."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from cascade_fd.checks import FLOAT_DTYPES, check_group, check_int
+from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_group, check_int
 from cascade_fd.hardware import Hardware, hardware_of
-from cascade_fd.planning.layout import INT32_MAX, Group, Work, assemble, ceil
-from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, chunks
+from cascade_fd.planning.choice import Choice
+from cascade_fd.planning.cost import Load, block_size, hidden
+from cascade_fd.planning.layout import INT32_MAX, assemble
+from cascade_fd.planning.payoff import RULES, SHARE, choose
+from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
+from cascade_fd.planning.weigh import BESIDE, pick_tile
+from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
-from cascade_fd.tiles import attend_tile, tile_rows
+from cascade_fd.tiles import AttendTile, attend_tile, tile_rows
 from cascade_fd.tree import PrefixTree
 
 INVARIANT_STATES = 32  # the merge's tile, whatever the most states of a row in this batch
@@ -26,7 +29,8 @@ def plan(
     head_dim: int | tuple[int, int],
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
-    split: str | int = "wave",
+    split: str | int = "balanced",
+    share: str = "auto",
     max_new_tokens: int = 0,
     batch_invariant: bool = False,
     hardware: Hardware | None = None,
@@ -39,9 +43,12 @@ def plan(
         head_dim: D, or (D, Dv).
         dtype: of q and of the cache; with D it decides the tiles.
         device: where q and the cache live.
-        split: "wave" (FlashAttention-2's wave-efficiency rule), "balanced" (as many equal splits as fill the device once),
-            "fixed" (splits of 512 tokens), or a number of splits for every node.
-        max_new_tokens: how far private nodes may grow before a new plan is needed (``Plan.set_lengths``).
+        split: "balanced" (items as equal as fill the device once), "wave" (FlashAttention-2's wave-efficiency rule), "fixed"
+            (splits of 512 tokens), "stream_k" (LeanAttention: every slot the same number of key blocks, across requests), or a
+            number of splits for every node.
+        share: "auto" (a cost model decides for every shared node whether it is computed once or with each of its children),
+            "always", or "never" (as if nothing were shared; to compare).
+        max_new_tokens: how far private nodes may grow before a new plan is needed (``Plan.advance``, ``Plan.set_lengths``).
         batch_invariant: bitwise the same result for a request whoever else is in the batch, on the Triton backend: "fixed"
             splits counted from each node's start, tiles that depend on nothing but the request, and only declared sharing.
         hardware: plan for this device instead of the one that ``device`` names (to plan without a GPU).
@@ -55,29 +62,35 @@ def plan(
         >>> p.num_items, p.num_slots
         (3, 4)
     """
-    if not isinstance(tree, PrefixTree):
-        raise TypeError(f"tree: expected a PrefixTree, got {type(tree).__name__}")
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    _check_counts(num_q_heads=(num_q_heads,), num_kv_heads=(num_kv_heads,), head_dim=dims)
+    _check_counts(tree, num_q_heads=(num_q_heads,), num_kv_heads=(num_kv_heads,), head_dim=dims)
     shape = Shape(num_q_heads, num_kv_heads, *dims, dtype)
-    _check_options(tree, shape, split, max_new_tokens)
+    _check_options(tree, shape, split, share, max_new_tokens)
     device = torch.device(device)
     hw = hardware or hardware_of(device)
     work = Work.measure(tree, shape, max_new_tokens)
     if batch_invariant:
-        _check_invariant(tree, split)
-        return assemble(tree, shape, device, work, _invariant_splits(tree, work, shape, hw), most_states=INVARIANT_STATES)
-    return assemble(tree, shape, device, work, _choose_splits(tree, work, shape, split, hw))
+        _check_invariant(tree, split, share)
+        groups = _invariant_splits(tree, work, shape, hw)
+        choice = Choice(np.zeros(len(tree.nodes), bool), (), rule=RULES["invariant"])
+        return assemble(tree, work, groups, Frame(shape, device, hw, choice, most_states=INVARIANT_STATES))
+    choice = choose(tree, work, shape, hw, share)
+    if choice.folded.any():
+        work.fold(choice.folded)
+    groups = _choose_splits(tree, work, shape, split, hw, choice)
+    return assemble(tree, work, groups, Frame(shape, device, hw, choice, ordered=split == "stream_k"))
 
 
-def _check_counts(**counts: tuple[int, ...]) -> None:
+def _check_counts(tree: PrefixTree, **counts: tuple[int, ...]) -> None:
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"tree: expected a PrefixTree, got {type(tree).__name__}")
     for name, values in counts.items():
         pair = name == "head_dim"
         if len(values) != 1 + pair or not all(isinstance(n, int) for n in values):
             raise TypeError(f"{name}: expected an integer{' or (D, Dv)' if pair else ''}, got {values}")
 
 
-def _check_options(tree: PrefixTree, shape: Shape, split: str | int, max_new_tokens: int) -> None:
+def _check_options(tree: PrefixTree, shape: Shape, split: str | int, share: str, max_new_tokens: int) -> None:
     check_group(shape.num_q_heads, shape.num_kv_heads)
     if min(shape.head_dims) < 1:
         raise ValueError(f"head_dim: expected at least 1, got {shape.head_dims}")
@@ -86,54 +99,97 @@ def _check_options(tree: PrefixTree, shape: Shape, split: str | int, max_new_tok
     if split not in POLICIES and (not isinstance(split, int) or isinstance(split, bool) or split < 1):
         names = ", ".join(map(repr, POLICIES))
         raise ValueError(f"split: expected {names} or a number of splits of at least 1, got {split!r}")
+    check_choice("share", share, SHARE)
     check_int("max_new_tokens", max_new_tokens, 0, INT32_MAX)
     if max_new_tokens and not tree.has_private:
         raise ValueError("max_new_tokens: expected 0 for a tree without private nodes, which cannot grow")
 
 
-def _choose_splits(tree: PrefixTree, work: Work, shape: Shape, split: str | int, hw: Hardware) -> list[Group]:
+def _choose_splits(tree: PrefixTree, work: Work, shape: Shape, split: str | int, hw: Hardware, choice: Choice) -> list[Group]:
     """Sort the nodes into launches and give every node a split size."""
-    work.chunk = np.maximum(work.tokens, 1)
-    if isinstance(split, int):
-        page = np.array([1 if table is None else table.page_size for table in tree.tables])[work.nodes.level]
-        work.chunk = np.maximum(ceil(ceil(work.tokens, split), page) * page, 1)
-    launched = []
-    for rows, nodes in _group(tree, work, tile_rows(hw, shape.dtype, shape.head_dims)):
+    groups: list[Group] = []
+    before = 0.0
+    grouped = _group(tree, work.tokens, work.num_rows, choice.sizes)
+    for rows, nodes in grouped:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
-        tile = attend_tile(hw, shape.dtype, shape.head_dims, rows, int(programs.sum()))
-        if isinstance(split, str):
-            work.chunk[nodes] = chunks(split, work.tokens[nodes], programs, tile, hw)
-        launched.append((tile, nodes))
-    work.splits = ceil(work.tokens, work.chunk)
-    return launched
+        busy = 0.0
+        if len(grouped) > 1:
+            busy = _load(pick_tile(hw, shape, rows), programs, work.tokens[nodes], shape).busy(hw.costs, hw.num_sms)
+        tile = pick_tile(hw, shape, rows, int(programs.sum()), before > BESIDE * busy)
+        before += busy
+        groups.append(Group(tile, nodes, programs))
+    page = _page_sizes(tree, work)
+    if isinstance(split, int):
+        work.chunk = np.maximum(ceil(ceil(work.tokens, split), page) * page, 1)
+    else:
+        _cut(work, groups, split, hw, shape, page)
+    work.splits = ceil(work.tokens + work.lead, work.chunk) * (work.tokens > 0)
+    return groups
 
 
-def _check_invariant(tree: PrefixTree, split: str | int) -> None:
+def _load(tile: AttendTile, programs: np.ndarray, tokens: np.ndarray, shape: Shape) -> Load:
+    """Unsplit nodes with items of one block, as the cost model sees them; their mean row tiles stand for all."""
+    heads, count = shape.num_kv_heads, int(programs.sum())
+    blocks = int((tokens * programs).sum()) / tile.block_n
+    unique = int(tokens.sum()) * heads / tile.block_n
+    size = block_size(shape.head_dims, shape.dtype.itemsize, tile.block_n)
+    return Load(tile.block_m, tile.per_sm, count, [(unique, blocks / max(unique, 1))], 1.0, size)
+
+
+def _cut(work: Work, groups: list[Group], policy: str, hw: Hardware, shape: Shape, page: np.ndarray | int) -> None:
+    """Tokens per split of every node. Splits end where pages do."""
+    work.chunk, work.lead = np.ones_like(work.tokens), np.zeros_like(work.tokens)
+    least = [1]
+    if len(groups) > 1:
+        least = hidden([_load(x.tile, x.programs, work.tokens[x.nodes], shape) for x in groups], hw)
+    for group, few in zip(groups, least, strict=False):
+        part, lead = cut(policy, work.tokens[group.nodes], group.programs, group.tile, hw.num_sms, few)
+        work.chunk[group.nodes], work.lead[group.nodes] = part, lead
+    if policy == "fixed":
+        return
+    work.chunk = ceil(work.chunk, page) * page
+    into_page = work.nodes.start % page
+    if into_page.any():
+        moved = work.lead + into_page
+        more = ceil(work.tokens + moved, work.chunk) > ceil(work.tokens + work.lead, work.chunk)
+        work.lead = np.where(more | (moved >= work.chunk), work.lead, moved)  # not at the price of one more split
+
+
+def _page_sizes(tree: PrefixTree, work: Work) -> np.ndarray | int:
+    """Tokens per page of every node; 1 for dense stores."""
+    sizes = [1 if table is None else table.page_size for table in tree.tables]
+    return sizes[0] if len(set(sizes)) == 1 else np.array(sizes)[work.nodes.level]
+
+
+def _check_invariant(tree: PrefixTree, split: str | int, share: str) -> None:
     if not tree.declared:
         raise ValueError("batch_invariant: expected a tree from levels, got one whose sharing was found in this very batch")
-    if split not in ("wave", "fixed"):
+    if split not in ("balanced", "fixed"):
         raise ValueError(f"split: expected 'fixed' (or the default) with batch_invariant, got {split!r}")
+    if share == "never":
+        raise ValueError("share: expected 'always' (or the default) with batch_invariant, got 'never'")
 
 
 def _invariant_splits(tree: PrefixTree, work: Work, shape: Shape, hw: Hardware) -> list[Group]:
     """As ``_choose_splits``, from nothing but each node: however many share it, its rows meet the same tile and splits."""
-    sizes = tile_rows(hw, shape.dtype, shape.head_dims)
     shared = np.arange(len(tree.nodes)) < tree.num_shared
-    rows = np.where(shared, 64, work.num_rows)
     work.chunk = np.full(len(work.tokens), FIXED_TOKENS)
-    work.splits = ceil(work.tokens, work.chunk)
-    groups = _group(tree, replace(work, num_rows=rows), sizes)
-    return [(attend_tile(hw, shape.dtype, shape.head_dims, size), nodes) for size, nodes in groups]
+    work.splits = ceil(work.tokens, FIXED_TOKENS)
+    sizes = tile_rows(hw, shape.dtype, shape.head_dims)
+    groups = _group(tree, work.tokens, np.where(shared, 64, work.num_rows), sizes)
+    return [Group(attend_tile(hw, shape.dtype, shape.head_dims, size), nodes, np.ones_like(nodes)) for size, nodes in groups]
 
 
-def _group(tree: PrefixTree, work: Work, sizes: list[int]) -> list[tuple[int, np.ndarray]]:
+def _group(tree: PrefixTree, tokens: np.ndarray, num_rows: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
     """Rows of the tile, and the nodes, of every launch: one tile, and one table or one dense store. Larger tiles first."""
-    kind = np.minimum(np.searchsorted(sizes, work.num_rows), len(sizes) - 1)
+    live = np.flatnonzero(tokens > 0)
+    if not len(live):
+        return []
+    kind = np.minimum(np.searchsorted(sizes, num_rows), len(sizes) - 1)
     key = len(sizes) - 1 - kind
     if len(tree.tables) > 1:
         source = np.array([i if table is None else tree.tables.index(table) for i, table in enumerate(tree.tables)])
-        key = key * len(tree.tables) + source[work.nodes.level]
-    live = np.flatnonzero(work.tokens > 0)
+        key = key * len(tree.tables) + source[tree.nodes.level]
     keys = sorted(set(key[live].tolist()))
     nodes = [live] if len(keys) == 1 else [live[key[live] == k] for k in keys]
     return [(sizes[kind[n[0]]], n) for n in nodes]

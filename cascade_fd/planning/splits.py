@@ -3,44 +3,106 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from cascade_fd.hardware import Hardware
 from cascade_fd.tiles import AttendTile
 
-POLICIES = ("balanced", "wave", "fixed")
+POLICIES = ("balanced", "wave", "fixed", "stream_k")
 FIXED_TOKENS = 512  # tokens per split of the "fixed" policy
+Blocks = np.ndarray  # [n] integers
+Cut = tuple[np.ndarray, np.ndarray | int]  # tokens per split of each node, and by how many its first split is shorter
 
 
-def chunks(policy: str, tokens: np.ndarray, programs: np.ndarray, tile: AttendTile, hw: Hardware) -> np.ndarray:
-    """Tokens per split of each node of one launch.
+def cut(policy: str, tokens: np.ndarray, programs: np.ndarray, tile: AttendTile, num_sms: int, least: int = 1) -> Cut:
+    """Tokens per split of each node of one launch, and by how many its first split is shorter.
 
     Args:
         policy: see ``POLICIES``.
         tokens: ``[n]`` keys of each node, at least 1.
         programs: ``[n]`` programs that one split of the node launches (row tiles x KV heads).
-        tile, hw: they give the slots, the programs that the device holds at once.
+        tile, num_sms: they give the keys per block, and the programs that the device should hold, and can hold, at once.
+        least: blocks that an item may have without making the call longer ("balanced" only).
     """
     if policy == "fixed":
-        return np.full(len(tokens), FIXED_TOKENS)
-    blocks = -(-tokens // tile.block_n)
-    slots = hw.num_sms * tile.per_sm
+        return np.full(len(tokens), FIXED_TOKENS), 0
+    blocks, slots = -(-tokens // tile.block_n), num_sms * tile.per_sm
     if policy == "balanced":
-        return -(-blocks // balanced_splits(blocks, programs, slots)) * tile.block_n
+        part = balanced_part(blocks, programs, tile, num_sms, least)
+        return -(-blocks // -(-blocks // part)) * tile.block_n, 0
+    if policy == "stream_k":
+        part, lead = stream_k_part(blocks, programs, slots)
+        return np.full(len(tokens), part * tile.block_n), lead * tile.block_n
     longest = int(blocks.max())
     work = -(-int((blocks * programs).sum()) // longest)  # in units of the longest range: the rule is for equal ones
-    return np.full(len(tokens), -(-longest // wave_splits(work, slots, longest)) * tile.block_n)
+    return np.full(len(tokens), -(-longest // wave_splits(work, slots, longest)) * tile.block_n), 0
 
 
-def balanced_splits(blocks: np.ndarray, programs: np.ndarray, slots: int) -> np.ndarray:
-    """As many equal splits as fill the slots once and no more: each node gets its share of them, rounded down, at least one.
+def balanced_part(blocks: Blocks, programs: Blocks, tile: AttendTile, num_sms: int, least: int = 1) -> int:
+    """Blocks per split: as short as the longest item can be with all items running at once.
 
-    A second wave that is nearly empty costs more than slots that stay free (12 to 20 % on an H200); a node is never cut finer
-    than a tile, and a node much longer than the others is cut more than they are.
+    A second wave that is nearly empty costs more than slots that stay free (12 to 20 % on an H200). So items keep to the
+    slots that run best, and more of them share an SM, where they fit, only if that SM then has no more to do. Where there are
+    more nodes than slots, only those are cut that would outlast a slot's share of the work.
     """
-    share = (blocks * programs).sum() / slots  # tiles of a slot
-    return np.maximum((blocks / max(share, 1.0)).astype(np.int64), 1)
+    longest, total = int(blocks.max()), int(programs.sum())
+    if longest == blocks.min():
+        return Cuttable(lambda part: total * -(-longest // part), longest, total * longest, total).part(tile, num_sms, least)
+    work = int((blocks * programs).sum())
+    return Cuttable(lambda part: int((-(-blocks // part) * programs).sum()), longest, work, total).part(tile, num_sms, least)
+
+
+@dataclass(slots=True)
+class Cuttable:
+    """The nodes of a launch, as the balanced policy sees them.
+
+    Attributes:
+        programs: how many programs splits of so many blocks make.
+        longest: blocks of the longest node.
+        blocks: of all programs.
+        total: programs without splits.
+    """
+
+    programs: Callable[[int], int]
+    longest: int
+    blocks: int
+    total: int
+
+    def part(self, tile: AttendTile, num_sms: int, least: int) -> int:
+        """See ``balanced_part``."""
+        slots = num_sms * tile.per_sm
+        first = max(-(-self.blocks // slots), least, 1)
+        if self.total >= slots:
+            return first
+        part = self._shortest(first, slots)
+        if tile.fits > tile.per_sm and part > first:
+            shorter = self._shortest(first, num_sms * tile.fits)
+            if shorter * -(-self.programs(shorter) // num_sms) <= part * tile.per_sm:
+                return shorter
+        return part
+
+    def _shortest(self, low: int, most: int) -> int:
+        """The shortest split of at least ``low`` blocks that makes at most so many programs. Longer splits never make more."""
+        if self.programs(low) <= most:
+            return low
+        high = max(self.longest, low)  # unsplit: fewer programs than slots
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.programs(middle) <= most else (middle, high)
+        return high
+
+
+def stream_k_part(blocks: np.ndarray, programs: np.ndarray, slots: int) -> tuple[int, np.ndarray]:
+    """LeanAttention's cut (Sanovar et al., 2024): all blocks in a row, a slot gets the same number wherever requests end.
+
+    Returns the blocks per slot, and by how many each node's first split is shorter, since the slot began in the node before.
+    A slot that two nodes share is two items here, side by side in the launch.
+    """
+    part = max(1, -(-int((blocks * programs).sum()) // slots))
+    before = np.cumsum(blocks * programs) - blocks * programs
+    return part, before // programs % part
 
 
 @functools.lru_cache(4096)

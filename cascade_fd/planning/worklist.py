@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cascade_fd.checks import check_int
 from cascade_fd.hardware import Hardware
+from cascade_fd.nodes import Nodes
+from cascade_fd.planning.choice import Choice
 from cascade_fd.tiles import AttendTile
 from cascade_fd.tree import PrefixTree
 
@@ -66,6 +69,8 @@ class Launch:
            4        4         1     5    9    1     2     1
            0        4         0     0    1    0     1    -1      the longest come first
 
+    An item without rows or keys computes nothing: a plan with room for more work than it has is filled up with them.
+
     Attributes:
         items: ``[N, 8]`` int32, columns as above. ``Q_END`` is one past the request's last row, or 0 where no causal limit
             applies (a shared node).
@@ -76,6 +81,7 @@ class Launch:
         max_tokens: longest capacity range of an item.
         id_range: smallest and largest page id in use, if ids were on the host; else None.
         max_row, max_stop: largest row and capacity, which a dense store must have.
+        count: items that compute something; the others are room.
     """
 
     items: torch.Tensor
@@ -88,6 +94,22 @@ class Launch:
     id_range: tuple[int, int] | None
     max_row: int
     max_stop: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """How nodes are cut: ``[nodes]`` each, on the host. Split s ends ``(s + 1) * chunk - lead`` tokens after the node's start.
+
+    Attributes:
+        chunk: tokens per split.
+        lead: by how many tokens the first split is shorter.
+        splits: how many that makes; 0 for a node without keys or rows.
+    """
+
+    chunk: np.ndarray
+    lead: np.ndarray
+    splits: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,59 +118,87 @@ class MergeRows:
 
     Attributes:
         indptr: ``[M + 1]`` int32 or int64.
-        rows: ``[M]`` int32 output rows, or None for all rows in order.
+        rows: ``[M]`` int32 output rows, -1 for none, or None for all rows in order.
         max_states: most states of any row, if known on the host; sizes the merge's tile, not its result.
+        chained: whether the merge may enter while the launches before it still run, see ``Plan``.
     """
 
     indptr: torch.Tensor
     rows: torch.Tensor | None
     max_states: int
+    chained: bool = False
 
     def __len__(self) -> int:
-        return len(self.indptr) - 1
+        return self.indptr.shape[0] - 1  # Tensor.__len__ is slow
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """What ``attend`` runs: the launches, then one merge of the rows that have more (or less) than one state.
+
+    Only ``set_lengths``, ``advance`` and ``update_`` change a plan, and never the memory that its arrays lie in: a captured
+    CUDA graph sees the changes.
 
     Attributes:
         launches: shared nodes before private ones.
         merge: rows whose states go through the workspace; rows with one state are written directly.
         rows: ``[T, 4]`` int32, per row in tree order: ``OUT_ROW`` in q and in the output, ``FIRST_SLOT`` in the workspace,
-            ``PRIVATE_NODE`` of the row's request (-1: it has none) and where that starts.
-        lens: ``[nodes]`` int32: live tokens of each node's table row. The only array that changes from step to step; its
-            last ``num_private`` entries are the private nodes in request order.
-        num_slots: rows of the workspace ``[num_slots, Hq, Dv]`` float32.
-        num_private: B, or 0 if the tree has no private nodes.
-        shape, device: what q and the stores must match.
+            ``PRIVATE_NODE``, where in ``lens`` the length of the row's request is (-1: it has none), and where its private
+            tokens start.
+        lens: ``[B + shared nodes]`` int32: live tokens of each node's table row, first those of the B private nodes in request
+            order (none, if the tree has no private nodes). The only array that changes from step to step.
+        floors: ``[B]`` int32: a request shorter than this is finished, and ``advance`` leaves it so.
+        num_slots, slots_used: rows of the workspace ``[num_slots, Hq, Dv]`` float32, and how many of them are used.
+        chained: whether each launch may enter while the one before it still runs.
+        shape, device, hardware: what q and the stores must match, and what was planned for.
         tree: what was planned (host).
-        splits, launch_of: ``[nodes]`` splits of each node of the tree, and the launch that computes it (-1: none); on the
-            host, for explanations and tests.
+        nodes: the tree's nodes as they are computed: where sharing does not pay, a node is empty and its children start at
+            its start.
+        choice: what was decided about sharing, and why.
+        cuts: how its nodes are split.
+        launch_of: ``[nodes]`` the launch that computes each node (-1: none), on the host.
         max_new_tokens: how far private nodes may grow.
+        grown: tokens by which ``advance`` has let them grow.
     """
 
     launches: tuple[Launch, ...]
     merge: MergeRows
     rows: torch.Tensor
     lens: torch.Tensor
+    floors: torch.Tensor
     num_slots: int
-    num_private: int
+    slots_used: int
+    chained: bool
     shape: Shape
     device: torch.device
+    hardware: Hardware
     tree: PrefixTree
-    splits: np.ndarray
+    nodes: Nodes
+    choice: Choice
+    cuts: Cuts
     launch_of: np.ndarray
     max_new_tokens: int
+    grown: int = 0
 
     @property
     def num_rows(self) -> int:
         """T."""
-        return len(self.rows)
+        return self.rows.shape[0]
 
     @property
     def num_items(self) -> int:
-        return sum(len(launch.items) for launch in self.launches)
+        """Items that compute something."""
+        return sum(launch.count for launch in self.launches)
+
+    @property
+    def splits(self) -> np.ndarray:
+        """``[nodes]`` splits of each node."""
+        return self.cuts.splits
+
+    @property
+    def num_private(self) -> int:
+        """B, or 0 if the tree has no private nodes."""
+        return len(self.floors)
 
     def set_lengths(self, lens: torch.Tensor) -> None:
         """Set the live length of every request's private table row, on the device: ``[B]`` integers, no synchronisation.
@@ -156,23 +206,62 @@ class Plan:
         Lengths count tokens of the private node's table row: the prefix too, where one table names both. A length beyond the
         plan's capacity is clipped to it. A length below the start of the private node says that the request is finished: its
         rows become empty, whatever it shared. So 0 finishes a request of a table that starts with the shared tokens, and -1
-        one whose private tokens have a row of their own (there, 0 leaves the row with what it shares).
+        one whose private tokens have a row of their own (there, 0 leaves the row with what it shares). Of several query rows, a
+        live length counts all.
         """
         if not isinstance(lens, torch.Tensor):
             raise TypeError(f"lens: expected a tensor, got {type(lens).__name__}")
         if not self.num_private:
             raise ValueError("lens: expected a plan with private nodes (a last level of one node per request), got one without")
-        want = self.lens[len(self.lens) - self.num_private :]
+        want = self.lens[: self.num_private]
         if lens.shape != want.shape or lens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"lens: expected {len(want)} integers, got {lens.dtype} of shape {list(lens.shape)}")
         if lens.device.type != want.device.type:
             raise ValueError(f"lens: expected a tensor on {want.device} (a copy would synchronise), got one on {lens.device}")
         want.copy_(lens if lens.dtype == torch.int32 else lens.clamp(-1, 2**31 - 1))
 
-    def explain(self, hardware: Hardware | None = None) -> str:
-        """What is shared with whom, what is read and launched, and a lower bound of the time, as text. Host only.
+    def advance(self, num_tokens: int = 1) -> None:
+        """Let every live request grow by ``num_tokens``, on the device; finished ones (see ``set_lengths``) stay finished.
 
-        ``hardware``: whose slots and rates count (default: the plan's device); name it for a plan made for another device.
+        Raises:
+            ValueError: more tokens than ``max_new_tokens`` leaves room for. Steps are counted on the host: a length that
+                ``set_lengths`` raised is not known here, and replays of a graph that holds an ``advance`` are not counted.
+        """
+        check_int("num_tokens", num_tokens, 0)
+        if not self.num_private:
+            raise ValueError("num_tokens: expected a plan with private nodes, which can grow, got one without")
+        if self.grown + num_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"num_tokens: expected at most {self.max_new_tokens - self.grown} more tokens in a plan for max_new_tokens="
+                f"{self.max_new_tokens}, of which {self.grown} are used; got {num_tokens}"
+            )
+        own = self.lens[: self.num_private]
+        own.add_(own >= self.floors, alpha=num_tokens)
+        self.grown += num_tokens
+
+    def with_room(self, factor: float = 2.0) -> Plan:
+        """The same plan with arrays ``factor`` times as large, so that plans of other batches can be copied into it."""
+        from cascade_fd.planning.update import with_room
+
+        return with_room(self, factor)
+
+    def update_(self, other: Plan) -> None:
+        """Make this plan compute what ``other`` does, in its own memory: graphs that were captured with it follow.
+
+        Device copies, no synchronisation. Lengths and growth are ``other``'s.
+
+        Raises:
+            ValueError: ``other`` needs another launch, another page table, or more room than ``with_room`` gave. Nothing is
+                changed then.
+        """
+        from cascade_fd.planning.update import update
+
+        update(self, other)
+
+    def explain(self, hardware: Hardware | None = None) -> str:
+        """What is shared with whom and why, what is read and launched, predicted time and a lower bound, as text. Host only.
+
+        ``hardware``: whose slots and rates count (default: what the plan was made for).
         """
         from cascade_fd.planning.explain import explain
 

@@ -77,16 +77,14 @@ def test_ragged_rows_and_lengths(target):
     pages = PageTable.from_block_table(target.put(table), 8)
     tree = PrefixTree.from_levels([Level(range(6), lens)], q_lens=q_lens, table=pages)
     q = target.queries(m, sum(q_lens))
-    for split in ("wave", "balanced", 1, 4):
+    for split in ("wave", "balanced", "stream_k", 1, 4):
         state = cf.attend(q, target.put(store), make_plan(target, tree, m, split=split), backend=target.backend)
         target.check(state, q, contexts, q_lens=q_lens)
 
 
 def make_plan(target, tree, m, **options):
-    return cf.plan(
-        tree, num_q_heads=m.num_q_heads, num_kv_heads=m.num_kv_heads, head_dim=(m.head_dim, m.v_head_dim),
-        dtype=m.dtype, device=target.device, **options,
-    )  # fmt: skip
+    shape = {"num_q_heads": m.num_q_heads, "num_kv_heads": m.num_kv_heads, "head_dim": (m.head_dim, m.v_head_dim)}
+    return cf.plan(tree, **shape | {"dtype": m.dtype, "device": target.device} | options)
 
 
 def three_levels(target, m, q_len=1):

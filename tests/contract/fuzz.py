@@ -41,7 +41,7 @@ def test_random_batches(target, seed):
     tree = PrefixTree.from_levels([Level(p, n, t) for p, n, t in zip(ptrs, lens, tables, strict=True)], q_lens=q_lens)
     plan = cf.plan(
         tree, num_q_heads=m.num_q_heads, num_kv_heads=Hkv, head_dim=(m.head_dim, m.v_head_dim), dtype=m.dtype,
-        device=target.device, split=pick(rng, "wave", "balanced", "fixed", 1, 2, 7), max_new_tokens=growth,
+        device=target.device, split=pick(rng, "wave", "balanced", "fixed", "stream_k", 1, 7), max_new_tokens=growth,
     )  # fmt: skip
     q = target.queries(m, int(q_lens.sum()), seed=seed)
     for _ in range(2):

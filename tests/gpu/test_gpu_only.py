@@ -8,6 +8,7 @@ from cascade_fd import Level, PrefixTree
 from cascade_fd.bench.cases import CASES
 from cascade_fd.bench.workload import build
 from cascade_fd.testing import inputs
+from tests.contract.steps import REQUESTS, Server, batch
 
 
 def test_page_offsets_beyond_int32(target):
@@ -72,6 +73,67 @@ def test_graph_replay_follows_the_lengths(target):
         target.check(state, q, contexts)
 
 
+def captured(server, plan, before=lambda: None):
+    """A replay of ``before`` and one attention call; each time the output is poisoned first, so that nothing stale is read."""
+    server.attend(plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before()
+        state = server.attend(plan)
+
+    def replay():
+        state.o.fill_(torch.nan)
+        state.lse.fill_(torch.nan)
+        graph.replay()
+        return state
+
+    return replay
+
+
+def test_one_graph_serves_growing_requests_and_other_batches(target):
+    """Captured once, with room: pages are appended, requests grow by hundreds of tokens, finish, and others come instead."""
+    server = Server(target, page=16, width=64)
+    options = {"share": "always", "max_new_tokens": 400}
+    rows, lens = batch([(6, 20)], [5, 90, 33], room=0, page=16)
+    plan = server.plan(rows, lens, **options).with_room(2.0)
+    replay = captured(server, plan)
+    live = torch.tensor(lens, dtype=torch.int32)
+    server.check(replay(), lens)
+    for step in (1, 150, 249):
+        plan.advance(step)
+        live += step
+        server.append(live.tolist())
+        server.check(replay(), live.tolist())
+    with pytest.raises(ValueError, match="num_tokens: expected at most 0 more tokens"):
+        plan.advance()
+    live[[1, 4]] = 0
+    plan.set_lengths(target.put(live))
+    server.check(replay(), live.tolist())
+    for groups, own in (([(2, 9), (3, 16)], [9, 3]), ([(6, 22)], [20]), ([(3, 5)], [50]), ([], [1]), ([(1, 0)] * 6, [300, 2])):
+        rows, lens = batch(groups, own, room=0, page=16)  # fewer requests than were captured, other groups, or none
+        plan.update_(server.plan(rows, lens, **options))
+        lens += [0] * (REQUESTS - len(lens))
+        server.check(replay(), lens)
+        plan.advance(333)
+        lens = [n + 333 if n else 0 for n in lens]
+        server.append(lens)
+        server.check(replay(), lens)
+        server.check(replay(), lens)  # nothing is left over from the replay before
+
+
+def test_a_graph_may_hold_the_growth_itself(target):
+    server = Server(target, page=16, width=64)
+    rows, lens = batch([(4, 3)], [5, 14], room=5, page=16)
+    plan = server.plan(rows, lens, max_new_tokens=80)
+    replay = captured(server, plan, plan.advance)
+    for step in range(1, 41):
+        state = replay()
+        if step % 13 == 1:
+            server.check(state, [n + step for n in lens] + [0, 0])
+    assert plan.lens[:4].tolist() == [n + 40 for n in lens]
+
+
 def test_one_compilation_serves_all_batches():
     """Batch size, lengths, rows, table width and split count are run-time values."""
     from cascade_fd.kernels.attend import attend_kernel
@@ -118,7 +180,7 @@ def test_tensors_on_another_than_the_current_gpu(target):
     target.check(cf.merge(state, cf.AttentionState.empty(2, 4, 32, dtype=m.dtype, device="cuda:1")), q, contexts)
 
 
-def test_no_synchronisation_in_plan_lengths_or_attend(target):
+def test_no_synchronisation_in_plan_lengths_growth_update_or_attend(target):
     """With host lengths and a table on the GPU nothing waits for the GPU and nothing is copied back."""
     m = target.model()
     table = torch.randperm(64, device="cuda").view(4, 16).int()
@@ -127,19 +189,30 @@ def test_no_synchronisation_in_plan_lengths_or_attend(target):
     q = target.queries(m, 4)
     lens = torch.tensor([140, 100, 200, 0], device="cuda")
 
-    def step():
+    def new_plan():
         tree = PrefixTree.from_levels(
             [Level([0, 4], [64]), Level(range(5), [70, 30, 100, 0])], table=cf.PageTable.from_block_table(table, 16)
         )
-        plan = cf.plan(tree, num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=m.dtype, device="cuda", max_new_tokens=40)
-        plan.set_lengths(lens)
-        return cf.attend(q, kv, plan)
+        return cf.plan(tree, num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=m.dtype, device="cuda", max_new_tokens=40)
 
-    step()  # compiles
+    def step(kept):
+        plan = new_plan()
+        plan.set_lengths(lens)
+        kept.update_(plan)
+        for some in (plan, kept):
+            some.advance(3)
+        plan.explain()
+        return [cf.attend(q, kv, some) for some in (plan, kept, plan.with_room())]
+
+    kept = new_plan().with_room()
+    step(kept)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        state = step()
+        states = step(kept)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert state.lse[3].eq(-torch.inf).all()
-    assert state.lse[:3].isfinite().all()
+    assert kept.lens[:4].tolist() == [143, 103, 203, 0]
+    for state in states:
+        assert state.lse[3].eq(-torch.inf).all()
+        assert state.lse[:3].isfinite().all()
+        torch.testing.assert_close(state.lse, states[0].lse, rtol=0, atol=0)

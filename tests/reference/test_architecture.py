@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "cascade_fd"
 # A module may import from lower layers and from its own package.
 LAYERS = {
-    "checks": 0, "hardware": 0,
+    "checks": 0, "costs": 0, "hardware": 0,
     "state": 1, "interop": 1, "kv": 1, "tiles": 1, "discovery": 1, "prefix_index": 1, "nodes": 1, "levels": 1, "sharing": 1,
     "tree": 1,
     "planning": 2, "kernels": 2,
@@ -21,7 +21,9 @@ LAYERS = {
 }  # fmt: skip
 # Within layer 1, in this order; kernels read plans.
 ORDER = ["kv", "discovery", "prefix_index", "nodes", "levels", "sharing", "tree"]
-SAME_LAYER = {(a, b) for i, a in enumerate(ORDER) for b in ORDER[:i]} | {("interop", "state"), ("kernels", "planning")}
+SAME_LAYER = {(a, b) for i, a in enumerate(ORDER) for b in ORDER[:i]} | {
+    ("hardware", "costs"), ("interop", "state"), ("kernels", "planning"),
+}  # fmt: skip
 
 
 def modules():

@@ -54,6 +54,13 @@ def plan(tree=TREE, **options):
         (lambda: plan(num_q_heads=4.0), TypeError, "num_q_heads: expected an integer"),
         (lambda: plan(head_dim=(32, 32, 32)), TypeError, r"head_dim: expected an integer or \(D, Dv\)"),
         (lambda: plan(head_dim=[32, 32]), TypeError, r"head_dim: expected an integer or \(D, Dv\)"),
+        (lambda: plan(share="sometimes"), ValueError, "share: expected one of 'auto', 'always', 'never', got 'sometimes'"),
+        (lambda: plan(share=None), ValueError, "share: expected one of 'auto', 'always', 'never', got None"),
+        (lambda: plan(split="streams"), ValueError, "split: expected 'balanced', 'wave', 'fixed', 'stream_k' or a number of"),
+        (lambda: plan(split=0), ValueError, "split: expected .* or a number of splits of at least 1, got 0"),
+        (lambda: plan(split=True), ValueError, "split: expected .* or a number of splits of at least 1, got True"),
+        (lambda: plan(max_new_tokens=-1), ValueError, r"max_new_tokens: expected an integer in \[0, 2147483647\], got -1"),
+        (lambda: plan(max_new_tokens=2.0), ValueError, "max_new_tokens: expected an integer in"),
         (
             lambda: cf.PrefixTree.from_levels([cf.Level([0, 2], [7])], q_lens=2),
             ValueError,

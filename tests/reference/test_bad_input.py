@@ -1,5 +1,6 @@
 """Every kind of bad input: an error that names the argument, what was expected and what came; and nothing written."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -179,6 +180,12 @@ STATE = AttentionState(OUT, LSE, "e")
         (lambda: cf.merge(STATE, STATE[:1]), ValueError, r"states\[1\].o: expected shape \[T=2, Hq=4, Dv=8\]"),
         (lambda: cf.merge(STATE, AttentionState(OUT.half(), LSE, "e")), TypeError, "expected one dtype"),
         (lambda: cf.merge(STATE, sink=torch.zeros(3)), ValueError, r"sink: expected shape \[Hq=4\], got \[3\]"),
+        (lambda: cf.merge(STATE, sink=torch.zeros(8)[::2]), ValueError, r"sink: expected a contiguous last axis"),
+        (
+            lambda: cf.merge_(STATE, STATE, mask=torch.ones(2 * STATE.num_rows, dtype=torch.bool)[::2]),
+            ValueError,
+            r"mask: expected a contiguous last axis",
+        ),
         (lambda: cf.merge_(STATE, STATE, mask=torch.ones(2)), TypeError, "mask: expected dtype bool, got float32"),
         (
             lambda: cf.merge_ragged(STATE, [0, 3]),
@@ -241,6 +248,60 @@ def test_a_table_edited_after_planning_is_still_checked_on_the_cpu():
         cf.attend(Q, KV, made)
 
 
+AGAIN = {
+    "rank": ({"q": Q[0]}, ValueError, r"q: expected shape \[T=2, Hq=4, D=32\], got \[4, 32\]"),
+    "no tensor": ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
+    "rows": ({"q": Q[:1]}, ValueError, r"q: expected shape \[T=2, Hq=4, D=32\], got \[1, 4, 32\]"),
+    "dtype": ({"q": Q.half()}, TypeError, "q, k: expected one dtype, got q torch.float16"),
+    "dtype of q and cache": (
+        {"q": Q.half(), "kv": cf.DenseKV(K.half(), V.half())},
+        TypeError,
+        "q: expected dtype float32, got float16",
+    ),
+    "device": ({"q": Q.to("meta")}, ValueError, "q, k: expected one device, got q meta"),
+    "device of q and cache": (
+        {"q": Q.to("meta"), "kv": cf.DenseKV(K.to("meta"), V.to("meta"))},
+        ValueError,
+        "plan: expected a plan for meta, got one for cpu",
+    ),
+    "last axis": ({"q": last_axis_strided(Q)}, ValueError, "q: expected a contiguous last axis"),
+    "gradient of q": ({"q": Q.clone().requires_grad_()}, cf.UnsupportedError, "q requires grad"),
+    "gradient of k": ({"kv": cf.DenseKV(K.clone().requires_grad_(), V)}, cf.UnsupportedError, "k requires grad"),
+    "store": ({"kv": KV}, ValueError, "kv: expected a dense store at level 0, got pages of 4"),
+    "short store": ({"kv": cf.DenseKV(K[:, :8], V[:, :8])}, ValueError, "kv: expected at least 2 rows of 9 tokens at level 0"),
+    "heads of the store": ({"kv": cf.DenseKV(K[:, :, :1], V[:, :, :1])}, ValueError, r"kv: expected Hkv=2 and .*got Hkv=1"),
+    "stores": ({"kv": [cf.DenseKV(K, V)] * 2}, ValueError, r"kv: expected one store, or one per level \(1\), got 2"),
+    "no store": ({"kv": (K, V)}, TypeError, "kv: expected a PagedKV or DenseKV, or one per level, got Tensor"),
+    "out": ({"out": torch.zeros(2, 4, 16)}, ValueError, r"out: expected shape \[T=2, Hq=4, Dv=32\], got \[2, 4, 16\]"),
+    "dtype of out": ({"out": torch.zeros(2, 4, 32).half()}, TypeError, "out: expected dtype float32, got float16"),
+    "device of out": ({"out": torch.zeros(2, 4, 32, device="meta")}, ValueError, "q, out: expected one device"),
+    "expanded out": ({"out": torch.zeros(2, 1, 32).expand(2, 4, 32)}, ValueError, "out: expected memory of its own for every"),
+    "last axis of out": ({"out": last_axis_strided(Q)}, ValueError, "out: expected a contiguous last axis"),
+    "gradient of out": ({"out": torch.zeros(2, 4, 32, requires_grad=True)}, cf.UnsupportedError, "out requires grad"),
+    "lse": ({"lse_out": torch.zeros(4, 2)}, ValueError, r"lse_out: expected shape \[T=2, Hq=4\], got \[4, 2\]"),
+    "dtype of lse": ({"lse_out": torch.zeros(2, 4).double()}, TypeError, "lse_out: expected dtype float32, got float64"),
+    "option": ({"causal": True}, TypeError, r"attend: expected options .*, got \['causal'\]"),
+    "base": ({"base": "10"}, ValueError, "base: expected one of .*, got '10'"),
+    "backend": ({"backend": ["triton"]}, ValueError, r"backend: expected one of .*, got \['triton'\]"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_plan_that_was_used_before_refuses_as_a_new_one_does(name):
+    """Checks that passed once are not taken for granted in the next call."""
+    changes, error, text = AGAIN[name]
+    tree = cf.PrefixTree.from_levels([cf.Level([0, 1, 2], LENS)])
+    made = cf.plan(tree, num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float32, device="cpu")
+    out, lse = torch.empty(2, 4, 32), torch.empty(2, 4)
+    good = {"q": Q, "kv": cf.DenseKV(K, V), "plan": made, "out": out, "lse_out": lse}
+    for _ in range(2):
+        cf.attend(**good)
+        want = out.clone(), lse.clone()
+        with pytest.raises(error, match=text):
+            cf.attend(**{**good, **changes})
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+
+
 def test_triton_on_the_cpu_says_what_to_do():
     with pytest.raises(cf.UnsupportedError, match="backend='triton' is not supported:\n  - tensors are on the CPU"):
         cf.decode(Q, K, V, backend="triton")
@@ -270,3 +331,22 @@ def test_a_store_that_wide_tiles_cannot_read_is_refused():
         cf.UnsupportedError, match=r"start at multiples of 16 elements if 128 packed rows.*strides \[13600, 136, 68\]"
     ):
         cf.attend(q, store, made, backend="triton")
+
+
+RAGGED = {
+    "lists": (lambda: cf.PrefixTree.from_block_tables([[1, 2], [3]], [8, 4], 4), "block_tables"),
+    "table": (lambda: cf.PageTable.from_block_table([[1, 2], [3]], 4), "block_table"),
+    "objects": (lambda: cf.PageTable.from_block_table(np.array([[1, 2], [3]], object), 4), "block_table"),
+    "lengths": (lambda: cf.PrefixTree.from_block_tables([[1, 2], [3, 4]], [[8], [8, 4]], 4), "seq_lens"),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_lists_are_refused_by_name(name):
+    call, argument = RAGGED[name]
+    with pytest.raises((ValueError, TypeError), match=f"^{argument}: expected"):
+        call()
+
+
+def test_a_table_of_no_rows_may_be_wide():
+    assert cf.PrefixTree.from_block_tables(np.zeros((0, 2), np.int32), [], 4).num_requests == 0

@@ -42,13 +42,14 @@ def test_png_shows_every_launch(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_svg_has_a_shape_per_node_and_item(tmp_path, device):
+@pytest.mark.parametrize("share", ["always", "never"])
+def test_svg_has_a_shape_per_node_and_item(tmp_path, device, share):
     pytest.importorskip("matplotlib")
-    made = plan_of("nested", device=device)
+    made = plan_of("nested", device=device, share=share)
     made.draw(str(tmp_path / "plan.svg"), H200)
     collections = [g for g in ET.parse(tmp_path / "plan.svg").iter() if "PolyCollection" in g.get("id", "")]
     shapes = [sum(e.tag.endswith(("path", "use")) for e in g.iter()) for g in collections]
-    assert shapes[0] == len(made.tree.nodes)
+    assert shapes[0] == {"always": len(made.tree.nodes), "never": made.tree.num_requests}[share]
     assert len(shapes) == 2 and shapes[1] >= made.num_items
     made.draw(tmp_path / "again.svg", H200)
     assert (tmp_path / "plan.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()

@@ -3,18 +3,22 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import cascade_fd as cf
 from cascade_fd import Level, PrefixTree
 from cascade_fd.bench.cases import CASES
-from cascade_fd.hardware import H200, Hardware
+from cascade_fd.bench.workload import tree_of
+from cascade_fd.costs import Costs, TileCost
+from cascade_fd.hardware import CPU, H200, Hardware
 from cascade_fd.planning.draw import items_of
 from cascade_fd.planning.explain import MOST, abbreviate
 from cascade_fd.planning.facts import facts_of
-from cascade_fd.planning.worklist import NODE, NUM_ROWS, ROW0, START, STATE, STOP
+from cascade_fd.planning.worklist import NODE, NUM_ROWS, ROW0, START, STATE, STOP, TABLE_ROW
 
 PAGE, BYTES = 16, 8 * 2 * 128 * 2  # bytes per token: 8 KV heads, K and V, D = 128, 2 bytes
 MODEL = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": "cpu", "hardware": H200}
@@ -48,9 +52,11 @@ def plan_of(name, **options):
 
 
 def plan_case(name, **options):
+    """A benchmark case over one table of a row per request, where nodes may be folded."""
     case = CASES[name]
-    levels = [Level(np.arange(n + 1) * (case.requests // n), [tokens] * n) for n, tokens in case.levels]
-    return cf.plan(PrefixTree.from_levels(levels, q_lens=case.q_len), **MODEL | options)
+    pages = sum(-(-n // case.page_size) for _, n in case.levels) + 10  # room to grow
+    ids = torch.zeros(case.requests, pages, dtype=torch.int32)
+    return cf.plan(tree_of(case, ids), **MODEL | options)
 
 
 def number(pattern, text):
@@ -73,24 +79,32 @@ def digits(value):
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("split", ["wave", "balanced", "fixed", 3])
-def test_bytes_agree_with_page_ids_and_items(name, split):
+@pytest.mark.parametrize("split", ["wave", "balanced", "fixed", "stream_k", 3])
+@pytest.mark.parametrize("share", ["auto", "always", "never"])
+def test_bytes_agree_with_page_ids_and_items(name, split, share):
     tables, lens = BATCHES[name]
-    made = plan_of(name, split=split)
+    made = plan_of(name, split=split, share=share)
     text = made.explain(H200)
     unique = {
         p: min(PAGE, n - i * PAGE) for row, n in zip(tables, lens, strict=True) for i, p in enumerate(row) if n > i * PAGE
     }
-    assert number("whole context: #B", text) == digits(sum(lens) * BYTES)
-    assert number("every node once: #B", text) == digits(sum(unique.values()) * BYTES)
-    by_items = sum(int((x.items[:, STOP] - x.items[:, START]).sum()) for x in made.launches)
-    if by_items > sum(unique.values()):
+    once, flat = sum(unique.values()), sum(lens)
+    ranges = [tuple(item) for x in made.launches for item in x.items[:, [TABLE_ROW, START, STOP]].tolist()]
+    planned, by_items = (sum(stop - start for _, start, stop in some) for some in (set(ranges), ranges))
+    assert number("whole context: #B", text) == digits(flat * BYTES)
+    assert number("every node once: #B", text) == digits(planned * BYTES)
+    assert planned == {"always": once, "never": flat}.get(share, planned)
+    if planned > once:
+        assert number("every token once: #B", text) == digits(once * BYTES)
+    else:
+        assert "every token once:" not in text
+    if by_items > planned:
         assert number("once per row tile: #B", text) == digits(by_items * BYTES)
         assert f"up to {facts_of(made).row_tiles.max()} times (node " in text
     else:
         assert "row tile:" not in text
-    if sum(lens) > sum(unique.values()):
-        assert number(", # times less", text) == digits(sum(lens) / sum(unique.values()))
+    if flat > planned:
+        assert number(", # times less", text) == digits(flat / planned)
     else:
         assert ", the same" in text
 
@@ -134,11 +148,19 @@ def test_launches_and_merge_agree_with_the_arrays(name):
     ],
 )
 def test_groups(name, groups):
-    text = plan_of(name).explain(H200)
+    text = plan_of(name, share="always").explain(H200)
     rows = table(text, "node")
     assert sorted((row[1], row[2], row[3], row[7]) for row in rows) == sorted(groups)
-    assert {row[6] for row in rows} == {"found in the batch"}
+    assert {row[6] for row in rows} == {'share="always"'}
     assert f"Shared    {len(groups)} node" in text
+    assert "Folded" not in text
+
+    text = plan_of(name, share="never").explain(H200)
+    rows = table(text, "node")
+    assert sorted((*row[1:3], row[4]) for row in rows) == sorted((readers, n, which) for _, readers, n, which in groups)
+    assert {row[3] for row in rows} == {'share="never"'}
+    assert f"Folded    {len(groups)} node" in text
+    assert "Shared    nothing: " in text
 
 
 def test_nothing_shared():
@@ -153,7 +175,8 @@ def test_an_empty_batch_says_so():
     for line in ("0 requests, 0 query rows, 0 nodes", "Shared    nothing", "Private   nothing", "KV read   nothing", "none"):
         assert line in text
     assert "Floor     nothing" in text
-    assert "CPU: 1 SM" in text  # the plan's device, unless hardware is named
+    assert "NVIDIA H200: 132 SMs" in text  # what the plan was made for, unless hardware is named
+    assert "CPU: 1 SM" in made.explain(CPU)
 
 
 def test_padded_requests_and_rows_of_none_do_not_count():
@@ -161,7 +184,7 @@ def test_padded_requests_and_rows_of_none_do_not_count():
     text = cf.plan(tree, **MODEL).explain(H200)
     assert number("whole context: #B", text) == digits((2 * 64 + 10) * BYTES)
     assert number("every node once: #B", text) == digits((64 + 10) * BYTES)
-    assert table(text, "node")[0][2:] == ["2", "64", "1", "1", "declared", "0-1"]
+    assert table(text, "node")[0][2:] == ["2", "64", "1", "1", "its tokens lie apart from its readers'", "0-1"]
 
 
 @pytest.mark.parametrize(("name", "bound"), [("d1", "reading"), ("d3", "reading"), ("c4", "reading"), ("c5", "multiplying")])
@@ -196,11 +219,45 @@ def test_capacity(growth):
     assert number("every node once: #B", text) == digits(595 * BYTES)  # of now, not of the capacity
 
 
+def test_capacity_that_is_used_up():
+    tree = PrefixTree.from_levels([Level([0, 1, 2], [5, 90])])
+    made = cf.plan(tree, **MODEL, max_new_tokens=7)
+    made.advance(3)
+    assert "7 more tokens per request, 3 of them used; the longest table row may go from 90 to 97" in made.explain()
+
+
+def test_predicted_time_is_that_of_the_hardware():
+    """More launches, slower blocks, dearer states: each shows, and what most of the time goes to is named."""
+    costs = Costs(1.0, 10.0, 3.0, 0.0, (TileCost(128, 4, 0.0, 0.0, 0.0, 0.0),), "made up")
+    for name, launches, us in (("no sharing", 1, 1), ("groups of 1, 5 and 58", 3, 1 + 2 * 10 + 3)):
+        made = plan_of(name, split=1, share="always")
+        assert (len(made.launches), len(made.merge) > 0) == (launches, launches > 1)
+        text = made.explain(replace(H200, costs=costs))
+        assert f"Predicted {us} us, most of it launches; constants: made up" in text
+    blocks = replace(costs, tiles=(TileCost(128, 4, 0.0, 0.0, 66.0, 132.0),))
+    lens = BATCHES["no sharing"][1]
+    made = plan_of("no sharing", split=1)
+    assert number("Predicted # us", made.explain(replace(H200, costs=blocks))) == digits(1 + 8 * sum(lens) / 64)
+    assert "most of it reading and multiplying" in made.explain(replace(H200, costs=blocks))
+    made = plan_of("many rows per node", split=1, share="never")
+    flat = sum(BATCHES["many rows per node"][1])
+    once = flat - 99 * 1024  # 100 requests share 1,024 tokens: all but the first find them in the cache, at half the price
+    many = replace(H200, costs=blocks, num_sms=1320)  # ten times as many: all programs at once
+    assert number("Predicted # us", made.explain(many)) == digits(1 + 0.8 * (once + flat) / 2 / 64)
+    made = plan_of("no sharing", split=1)
+    steps = replace(costs, tiles=(TileCost(128, 4, 5.0, 0.0, 0.0, 0.0),))
+    assert number("Predicted # us", made.explain(replace(H200, costs=steps))) == digits(1 + 5 * max(lens) / 64)
+    assert "most of it the longest item" in made.explain(replace(H200, costs=steps))
+    one_after_the_other = replace(H200, arch="sm_80", costs=replace(costs, launch=7.0, follow=0.0))
+    assert not one_after_the_other.overlaps
+    assert "Predicted 24 us" in plan_of("groups of 1, 5 and 58", split=1, share="always").explain(one_after_the_other)
+
+
 def test_capacity_where_a_shared_node_reaches_beyond_the_private_one_of_its_launch():
     """Of 32 rows: a node that five requests share, up to token 752, and six rows of a request of 10 tokens."""
     tables = [[*range(1, 48), 90 + i] for i in range(5)] + [[99] + [0] * 47]
     tree = PrefixTree.from_block_tables(tables, [753] * 5 + [10], PAGE, q_lens=[1] * 5 + [6])
-    made = cf.plan(tree, **MODEL, max_new_tokens=6)
+    made = cf.plan(tree, **MODEL, max_new_tokens=6, share="always")
     assert [x.max_stop for x in made.launches] == [752, 759]
     assert facts_of(made).growth == 6
 
@@ -211,7 +268,16 @@ def test_nothing_grows_without_private_nodes():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"split": "balanced"}, {"split": 2}, {"batch_invariant": True}, {"max_new_tokens": 40}]
+    "options",
+    [
+        {},
+        {"split": "wave"},
+        {"split": "stream_k"},
+        {"split": 2},
+        {"batch_invariant": True},
+        {"max_new_tokens": 40},
+        {"share": "never", "max_new_tokens": 40},
+    ],
 )
 @pytest.mark.parametrize("name", ["d4", "c2", "c6", "s1", "t1", "v2"])
 def test_nothing_is_read_from_the_device(name, options):
@@ -220,7 +286,8 @@ def test_nothing_is_read_from_the_device(name, options):
     assert device.explain(H200) == host.explain(H200)
     facts = facts_of(host)
     for i, launch in enumerate(host.launches):
-        assert (facts.launch[launch.items[:, NODE].numpy()] == i).all()
+        private_first = np.roll(facts.launch, host.num_private)  # as lengths are numbered
+        assert (private_first[launch.items[:, NODE].numpy()] == i).all()
         node, tokens = items_of(host, facts, i)
         guess, even = items_of(device, facts, i)
         assert sorted(guess.tolist()) == sorted(node.tolist())
@@ -245,7 +312,7 @@ def test_abbreviated_lists(numbers, text):
 
 def test_long_plans_stay_short():
     tables, lens = pages([(2 + i, 1 + i % 2) for i in range(12)])
-    text = cf.plan(PrefixTree.from_block_tables(tables, lens, PAGE), **MODEL).explain(H200)
+    text = cf.plan(PrefixTree.from_block_tables(tables, lens, PAGE), **MODEL, share="always").explain(H200)
     shown = table(text, "node")
     assert len(shown) == MOST and "Shared    12 nodes" in text
     assert {int(row[2]) for row in shown} == {*range(7, 14), 5}  # those whose sharing saves most; 5 and 6 save 128 and 80

@@ -1,5 +1,7 @@
 """Trees found from page ids: equal to flat attention whatever is shared, and bad tables refused."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 import cascade_fd as cf
 from cascade_fd import PageTable, PrefixIndex, PrefixTree
 from cascade_fd.testing import inputs, numerics, oracle
+from tests.reference.test_plan import HARDWARE
 
 MODEL = inputs.Model(4, 2, 16, 16)
 PAGE = 4
@@ -48,9 +51,16 @@ def contexts(kv, table, lens):
     return out
 
 
-@settings(max_examples=120, deadline=None)
-@given(batches(), st.integers(1, 2), st.sampled_from(["wave", 1, 3]), st.sampled_from(["block_table", "csr"]))
-def test_attention_over_a_discovered_tree_is_flat_attention(batch, q_len, split, form):
+@settings(max_examples=150, deadline=None)
+@given(
+    batches(),
+    st.integers(1, 2),
+    st.sampled_from(["wave", "balanced", "stream_k", 1, 3]),
+    st.sampled_from(["block_table", "csr"]),
+    st.sampled_from(HARDWARE),
+    st.sampled_from(["auto", "always", "never"]),
+)
+def test_attention_over_a_discovered_tree_is_flat_attention(batch, q_len, split, form, hw, share):
     rows, lens = batch
     lens = [0 if n < q_len else n for n in lens]
     kv, table, q = build_batch(rows, q_len)
@@ -59,7 +69,10 @@ def test_attention_over_a_discovered_tree_is_flat_attention(batch, q_len, split,
     else:
         ptr = np.concatenate(([0], np.cumsum([len(r) for r in rows]))).astype(np.int64)
         tree = PrefixTree.from_csr(np.array([i for r in rows for i in r], np.int64), ptr, lens, PAGE, q_lens=q_len)
-    plan = cf.plan(tree, num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu", split=split)
+    plan = cf.plan(
+        tree, num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu", split=split, hardware=hw,
+        share=share,
+    )  # fmt: skip
     state = cf.attend(q, kv, plan)
     if rows:
         full = contexts(kv, table, lens)
@@ -152,6 +165,12 @@ def test_an_index_gives_the_same_tree_as_discovery():
         ),
         ([1, 2], [8], {}, r"block_tables: expected shape \[B, max_pages\], got \[2\]"),
         ([[1, 2]], [8], {"table": PageTable.from_block_table([[1, 2]], 8)}, "table: expected pages of 4, got 8"),
+        ([[1, 2], [3, -1]], [8, 5], {}, "block_tables: expected page ids of at least 0, got -1"),
+        ([[1, 2, 1], [1, 2, 4]], [9, 9], {}, r"expected each page once in a request, got page 1 twice \(request 0\)"),
+        ([[1, 2], [3, 4]], [8, 9], {}, r"seq_lens: expected lengths in \[0, 8\], got 9 for request 1"),
+        ([[1, 2], [3, 4]], [8, 8, 8], {}, r"seq_lens: expected one length and one table row per request \(2\), got 3, 2"),
+        ([[1, 2]], [8], {"q_lens": [1, 1]}, "q_lens: expected 1 row counts of at least 0"),
+        ([[1, 2]], [8], {"q_lens": -1}, "q_lens: expected an integer of at least 0, got -1"),
     ],
 )
 def test_bad_tables(table, lens, options, text):
@@ -159,5 +178,70 @@ def test_bad_tables(table, lens, options, text):
         PrefixTree.from_block_tables(table, lens, 4, **options)
 
 
+def csr(rows):
+    return np.array([i for r in rows for i in r], np.int64), np.cumsum([0, *map(len, rows)])
+
+
+def builders(rows, lens, page_size):
+    """The same batch as a table in either dtype, and as one list."""
+    table = np.full((len(rows), max([1, *map(len, rows)])), -1, np.int64)
+    for to, row in zip(table, rows, strict=True):
+        to[: len(row)] = row
+    if table.max(initial=0) < 2**31:
+        yield lambda: PrefixTree.from_block_tables(table.astype(np.int32), lens, page_size)
+    yield lambda: PrefixTree.from_block_tables(table, lens, page_size)
+    yield lambda: PrefixTree.from_csr(*csr(rows), lens, page_size)
+
+
 def test_padding_is_not_read_and_pages_may_repeat_across_requests():
     PrefixTree.from_block_tables([[1, 2, -7], [2, 1, 1]], [8, 8], 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "page", "request_"),
+    [
+        ([[9, 7], [1, 2, 3], [1, 2, 4, 1]], 1, 2),  # of a shared run, and on its own
+        ([[1, 2, 2, 5], [1, 2, 2, 6]], 2, 0),  # both shared
+        ([[1, 2, 3, 2], [1, 2, 3, 9], [1, 8]], 2, 0),  # in a run within a run
+        ([[1, 2], [3, 4], [1, 5, 1]], 1, 2),
+        ([[5, 6, 5, 6], [6, 5]], 5, 0),  # the lowest page is named
+        ([[2**31 - 1, 4, 2**31 - 1], [4]], 2**31 - 1, 0),
+        ([[2**40, 4, 2**40], [4]], 2**40, 0),
+    ],
+)
+def test_a_page_twice_in_a_request_is_found_wherever_it_is(rows, page, request_):
+    for build in builders(rows, [4 * len(r) for r in rows], 4):
+        with pytest.raises(ValueError, match=rf"got page {page} twice \(request {request_}\)"):
+            build()
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.data())
+def test_a_page_twice_is_an_error_only_within_a_request(batch, data):
+    """Ids of few values are shared, met again elsewhere, or twice in one request; spread out, they are sorted, not marked."""
+    rows, lens = batch
+    few, apart = data.draw(st.integers(2, 40)), data.draw(st.sampled_from([1, 10**6]))
+    rows = [[i % few * apart for i in row] for row in rows]
+    used = [row[: -(-n // PAGE)] for row, n in zip(rows, lens, strict=True)]
+    wrong = [b for b, row in enumerate(used) if len(set(row)) < len(row)]
+    for build in builders(rows, lens, PAGE):
+        if not wrong:
+            assert build().num_requests == len(rows)
+            continue
+        page = min(i for i in used[wrong[0]] if used[wrong[0]].count(i) > 1)
+        with pytest.raises(ValueError, match=rf"got page {page} twice \(request {wrong[0]}\)"):
+            build()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_large_page_id_takes_no_memory(dtype):
+    table = np.arange(64, dtype=dtype).reshape(4, 16)
+    table[2, 3] = np.iinfo(dtype).max
+    tracemalloc.start()
+    try:
+        PrefixTree.from_block_tables(table, [64] * 4, 4)
+        PrefixTree.from_csr(table.ravel(), np.arange(5) * 16, [64] * 4, 4)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20

@@ -1,0 +1,120 @@
+"""What launches and tiles cost on a GPU: the constants of the planner's cost model, as measured by ``cascade-fd tune``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+# A *block* is one step of the kernel's main loop over BLOCK_KEYS keys of D = Dv = 128 in 2-byte elements. Blocks of other
+# sizes count in proportion to their bytes.
+BLOCK_KEYS = 64
+BLOCK_BYTES = BLOCK_KEYS * (128 + 128) * 2
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """Costs of one of the attend kernel's tiles.
+
+    Attributes:
+        rows, per_sm: packed rows per program, and programs per SM: which tile.
+        step: microseconds per block of a program, however empty the device is: the latency that one program cannot beat.
+        start: microseconds of a whole SM per program, for its start and its end, when the device is full.
+        warm: microseconds of a whole SM per block when the device is full and keys come from the cache.
+        cold: the same for keys that come from memory.
+    """
+
+    rows: int
+    per_sm: int
+    step: float
+    start: float
+    warm: float
+    cold: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The constants of one GPU.
+
+    Attributes:
+        launch: microseconds of an attend launch beside its blocks: its start, its plan's latency, its last store.
+        follow: microseconds that every further launch of the same call adds.
+        merge: microseconds that the merge launch adds.
+        state: microseconds per MB of partial states, written once and read once.
+        tiles: by rows, rising, then by programs per SM.
+        source: where they come from.
+    """
+
+    launch: float
+    follow: float
+    merge: float
+    state: float
+    tiles: tuple[TileCost, ...]
+    source: str = ""
+
+    def tile(self, rows: int, per_sm: int) -> TileCost:
+        """Costs of a tile: its own, or of the next with as many rows or more, or of the largest."""
+        found = self._known.get((rows, per_sm))
+        if found is None:
+            as_large = [t for t in self.tiles if t.rows >= rows] or list(self.tiles[-1:])
+            same_rows = [t for t in as_large if t.rows == as_large[0].rows]
+            found = next((t for t in same_rows if t.per_sm >= per_sm), same_rows[-1])
+            self._known[rows, per_sm] = found
+        return found
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[int, int], TileCost]:
+        return {}
+
+    def scaled(self, factor: float, source: str) -> Costs:
+        """The same constants with every block's time multiplied."""
+        tiles = tuple(replace(t, step=t.step * factor, warm=t.warm * factor, cold=t.cold * factor) for t in self.tiles)
+        return replace(self, state=self.state * factor, tiles=tiles, source=source)
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Costs:
+        """Raises ValueError for a file that is no record of costs."""
+        try:
+            fields = json.loads(path.read_text())
+            return cls(**{**fields, "tiles": tuple(TileCost(**t) for t in fields["tiles"])})
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"path: expected a record that cascade-fd tune wrote, got {path} ({error})") from error
+
+
+def measured_path(gpu: str) -> Path:
+    """Where ``cascade-fd tune`` keeps the costs of a GPU: in ``CASCADE_FD_COSTS``, or in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("CASCADE_FD_COSTS") or Path(cache, "cascade_fd")
+    return Path(folder) / f"{gpu.lower().replace(' ', '-').replace('/', '-')}.json"
+
+
+def measured(gpu: str) -> Costs | None:
+    """The costs that were measured here, if they were."""
+    path = measured_path(gpu)
+    return Costs.load(path) if path.exists() else None
+
+
+# A CPU computes the same blocks whoever shares them, and has no launches to save: whatever is shared pays.
+ON_CPU = Costs(0.0, 0.0, 0.0, 0.0, (TileCost(64, 1, 0.0, 0.0, 1.0, 1.0),), "work alone")
+
+H200 = Costs(
+    launch=4.47,
+    follow=1.69,
+    merge=1.14,
+    state=0.522,
+    tiles=(
+        TileCost(16, 2, 1.02, 1.02, 0.439, 0.973),
+        TileCost(16, 4, 1.77, 0.801, 0.439, 0.973),
+        TileCost(32, 2, 1.57, 1.41, 0.257, 1.09),
+        TileCost(32, 4, 1.9, 0.451, 0.257, 1.09),
+        TileCost(64, 1, 1.12, 3.81, 0.199, 1.04),
+        TileCost(128, 1, 0.894, 3.35, 1.14, 1.43),
+    ),
+    source="measured on NVIDIA H200, 2026-11-30, triton 3.6.0",
+)

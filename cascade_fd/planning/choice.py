@@ -1,0 +1,30 @@
+"""What the planner decided about sharing: a record for ``Plan``, ``explain`` and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Which nodes are computed once, and what was weighed.
+
+    Attributes:
+        folded: ``[nodes]`` whether a node is read by each of its children instead of once for all of them.
+        sizes: rows of the tiles that nodes may use, rising.
+        once, each: ``[shared nodes]`` predicted microseconds of the whole device to compute a node once, and with each of its
+            children; None where nothing was weighed.
+        rule: why nothing was weighed ("" if it was).
+        stuck: ``[shared nodes]`` whether a node cannot be folded: its tokens are not in its children's table rows.
+        compared: predicted microseconds of the whole call, by what would be shared.
+    """
+
+    folded: np.ndarray
+    sizes: tuple[int, ...]
+    once: np.ndarray | None = None
+    each: np.ndarray | None = None
+    rule: str = ""
+    stuck: np.ndarray | None = None
+    compared: tuple[tuple[str, float], ...] = ()

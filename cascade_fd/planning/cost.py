@@ -1,0 +1,109 @@
+"""The cost model: predicted time of a call from a few numbers per launch. Constants are ``costs.Costs``.
+
+A full device takes a block's share of an SM for every block; no launch is done before its longest item is. Launches that
+overlap add up their blocks, launches in sequence their times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cascade_fd.costs import BLOCK_BYTES, Costs
+from cascade_fd.hardware import Hardware
+
+TAIL = 0.2  # of the time that slots would idle in a last wave that is not full, if waves did not overlap
+
+
+@dataclass(slots=True)
+class Load:
+    """One launch.
+
+    Attributes:
+        rows, per_sm: its tile.
+        programs: how many.
+        reads: pairs of blocks of different keys, all KV heads, and how many programs read each of them: about at the same time,
+            so that all but the first find it in the cache.
+        longest: blocks of the longest item.
+        size: bytes of a block in units of ``BLOCK_BYTES``.
+    """
+
+    rows: int
+    per_sm: int
+    programs: float
+    reads: Sequence[tuple[float, float]]
+    longest: float
+    size: float = 1.0
+
+    def busy(self, costs: Costs, num_sms: int) -> float:
+        """Microseconds that a full device takes for all blocks."""
+        tile = costs.tile(self.rows, self.per_sm)
+        work, first = 0.0, tile.cold - tile.warm
+        for blocks, times in self.reads:
+            work += blocks * (first + times * tile.warm)
+        busy = (self.size * work + self.programs * tile.start) / num_sms
+        waves = self.programs / (num_sms * self.per_sm)
+        return busy * (1 + TAIL * (math.ceil(waves) / waves - 1)) if waves > 1 else busy
+
+    def chain(self, costs: Costs) -> float:
+        """Microseconds that the longest item takes alone."""
+        return self.size * self.longest * costs.tile(self.rows, self.per_sm).step
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Microseconds of a call, and what most of them are spent on."""
+
+    us: float
+    bound: str
+
+
+def block_size(head_dims: tuple[int, int], itemsize: int, block_n: int) -> float:
+    """Bytes of a block in units of ``BLOCK_BYTES``."""
+    return sum(head_dims) * itemsize * block_n / BLOCK_BYTES
+
+
+def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Costs | None = None) -> Prediction:
+    """``state_bytes``: of all partial states, 0 if nothing is merged. ``costs``: others than the hardware's."""
+    costs = costs or hw.costs
+    if not loads:
+        return Prediction(costs.merge, "launches")
+    busy, chains = [load.busy(costs, hw.num_sms) for load in loads], [load.chain(costs) for load in loads]
+    if hw.overlaps:
+        fixed, work, chain = costs.launch + costs.follow * (len(loads) - 1), sum(busy), max(chains)
+        us = fixed + _longer(work, chain)
+    else:
+        fixed, work, chain = costs.launch * len(loads), sum(busy), sum(chains)
+        us = fixed + sum(map(_longer, busy, chains))
+    if state_bytes:
+        fixed += costs.merge
+        us += costs.merge + costs.state * state_bytes / 1e6
+    parts = {"launches": fixed, "reading and multiplying": work, "the longest item": chain}
+    return Prediction(us, max(parts, key=parts.__getitem__))
+
+
+def _longer(a: float, b: float) -> float:
+    """The larger of two times; a little more where they are near each other and cannot hide each other."""
+    most = max(a, b)
+    return most * (1 + (min(a, b) / most) ** 6) ** (1 / 6) if most else 0.0
+
+
+# Launches that overlap, on an H200: an item may take so much of the call's time, the first launch's and the later ones' (which
+# start where room is left); and beside others' work a block takes longer, up to 2.9 times.
+HIDDEN, HIDDEN_LATER, CROWDED = 0.6, 0.3, 1.9
+
+
+def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
+    """Per launch, the blocks of an item that ends before the others do, if launches overlap: no item need be shorter.
+
+    ``loads`` are of items of one block.
+    """
+    if len(loads) < 2 or not hw.overlaps:
+        return [1] * len(loads)
+    busy = [load.busy(hw.costs, hw.num_sms) for load in loads]
+    total, least = sum(busy), []
+    for i, (load, mine) in enumerate(zip(loads, busy, strict=True)):
+        step = load.chain(hw.costs) * (1 + CROWDED * (1 - mine / total))
+        least.append(max(1, int((HIDDEN_LATER if i else HIDDEN) * total / step)) if step else 1)
+    return least

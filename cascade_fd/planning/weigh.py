@@ -1,0 +1,223 @@
+"""Whole plans compared with the cost model: what is folded, and which tiles there are. Plain Python over kinds of node."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cascade_fd.hardware import Hardware
+from cascade_fd.planning.cost import Load, block_size, hidden, predict
+from cascade_fd.planning.splits import Cuttable
+from cascade_fd.planning.worklist import Shape
+from cascade_fd.tiles import AttendTile, attend_tile, tile_rows
+
+CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
+MOST_TILES = 8  # small tiles that may stand for a large one
+BESIDE = 0.25  # from this share of a launch's work on, what runs before it takes enough of the SMs to call for small programs
+
+
+def pick_tile(hw: Hardware, shape: Shape, rows: int, programs: int = 1, crowded: bool = False) -> AttendTile:
+    """The tile of a launch. ``crowded``: much work is launched before it."""
+    return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps)
+
+
+Kind = tuple[int, int, int, int, bool]
+
+
+class Private(NamedTuple):
+    """Private nodes with equally many packed rows: how many, and tokens of one, on average."""
+
+    rows: int
+    number: int
+    tokens: int
+
+
+class Where(NamedTuple):
+    shape: Shape
+    hw: Hardware
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """As in ``Choice``, but per kind of node."""
+
+    folded: np.ndarray
+    sizes: tuple[int, ...]
+    once: np.ndarray
+    each: np.ndarray
+    compared: tuple[tuple[str, float], ...]
+
+
+class Scale:
+    """What is weighed: nodes that do not differ are counted, not listed, so that plain Python is fast.
+
+    A kind of shared node has a kind of parent (-1: none), packed rows, tokens, how many private nodes hang on it, and whether
+    it is stuck. Parents come before children. Private nodes are in groups of equal rows, at their mean length.
+    """
+
+    def __init__(self, kinds: tuple[Kind, ...], counts: tuple[int, ...], private: tuple[Private, ...], where: Where):
+        self.kinds, self.counts, self.private = kinds, counts, private
+        self.count = sum(group.number for group in private)
+        self.shape, self.hw = shape, hw = where.shape, where.hw
+        self.sizes = tile_rows(hw, shape.dtype, shape.head_dims)
+        self.tiles = {size: pick_tile(hw, shape, size) for size in self.sizes}
+        self.block = {
+            size: block_size(shape.head_dims, shape.dtype.itemsize, tile.block_n) for size, tile in self.tiles.items()
+        }
+
+    @staticmethod
+    def size(rows: int, sizes: tuple[int, ...]) -> int:
+        return next((size for size in sizes if size >= rows), sizes[-1])
+
+    def decide(self) -> Verdict:
+        once, each, greedy = self._node_by_node()
+        nothing, everything = [False] * len(greedy), [not kind[4] for kind in self.kinds]
+        sets = self._size_sets()
+        best = {"everything shared": min((self.predict(nothing, sizes), sizes) for sizes in sets)}
+        folds = {"everything shared": nothing}
+        close = any(b < CLEAR * a + best["everything shared"][0] for a, b in zip(once, each, strict=True))
+        if any(everything) and close:
+            folds["nothing shared"] = everything
+        if greedy not in (nothing, everything) and close:
+            folds["node by node"] = greedy
+        for name, fold in folds.items():
+            if name not in best:
+                sizes = sets[:1] if name == "nothing shared" else [*{sets[0], best["everything shared"][1]}]
+                best[name] = min((self.predict(fold, some), some) for some in sizes)
+        name = min(best, key=lambda key: best[key][0])
+        compared = tuple((key, us) for key, (us, _) in best.items())
+        return Verdict(np.array(folds[name]), best[name][1], np.array(once), np.array(each), compared)
+
+    def _node_by_node(self) -> tuple[list[float], list[float], list[bool]]:
+        """Per kind the cost of computing a node once, and with each child, in microseconds of the device; and which is less.
+
+        Children come after their parents, so going backwards every node knows what its children cost per token.
+        """
+        count = max(1, self.count)
+        mean = sum(self._per_token(group.rows) * group.number for group in self.private) / count
+        n = len(self.kinds)
+        below, once, each, folded = [0.0] * n, [0.0] * n, [0.0] * n, [False] * n
+        for i in reversed(range(n)):
+            parent, rows, tokens, readers, stuck = self.kinds[i]
+            below[i] += readers * mean
+            mine = self._per_token(rows)
+            once[i] = tokens * mine + self.hw.costs.state * self._state_bytes(rows) / 1e6
+            each[i] = tokens * below[i]
+            folded[i] = not stuck and each[i] < once[i]
+            if parent >= 0:
+                below[parent] += (below[i] if folded[i] else mine) * self.counts[i] / self.counts[parent]
+        return once, each, folded
+
+    def _per_token(self, rows: int) -> float:
+        if not rows:
+            return 0.0
+        size = self.size(rows, self.sizes)
+        tile = self.tiles[size]
+        programs = -(-rows // size) * self.shape.num_kv_heads
+        return programs * self.hw.costs.tile(size, tile.per_sm).warm * self.block[size] / (tile.block_n * self.hw.num_sms)
+
+    def _state_bytes(self, packed_rows: float) -> float:
+        return packed_rows * self.shape.num_kv_heads * (self.shape.v_head_dim + 1) * 4
+
+    def _size_sets(self) -> list[tuple[int, ...]]:
+        """Sets of tile sizes, first what rows ask for. Each further size is a further launch."""
+        rows = {kind[1] for kind in self.kinds if kind[1]} | {group.rows for group in self.private} or {1}
+        natural = sorted({self.size(n, self.sizes) for n in rows})
+        first, *more = [size for size in self.sizes if natural[0] <= size <= natural[-1]]
+        sets = {tuple(natural): None}
+        for size in (first, *more):
+            for some in ((first, size), (first, size, natural[-1])):
+                if some[-1] * MOST_TILES >= natural[-1]:
+                    sets[tuple(sorted({self.size(n, some) for n in rows}))] = None
+        return list(sets)
+
+    def predict(self, folded: list[bool], sizes: tuple[int, ...]) -> float:
+        """Microseconds with some kinds of node folded and tiles of some sizes."""
+        heads = self.shape.num_kv_heads
+        some = {size: _Some(self.tiles[size]) for size in reversed(sizes)}
+        extra, moved = self._move(folded)
+        count = max(1, self.count)
+        tiles = 0.0  # of a private node, on average
+        for group in self.private:
+            size = self.size(group.rows, sizes)
+            row_tiles, block = -(-group.rows // size), self.tiles[size].block_n
+            blocks = math.ceil((group.tokens + moved / count) / block)
+            tiles += row_tiles * group.number / count
+            if blocks:
+                some[size].add(row_tiles * heads * group.number, blocks, group.rows * group.number, group.number)
+                some[size].reads.append((group.tokens * group.number * heads / block, row_tiles))
+        last = self.size(self.private[0].rows, sizes) if self.private else sizes[0]
+        times = [kind[3] * tiles for kind in self.kinds]  # programs that read a token of a node
+        for i in reversed(range(len(times))):
+            parent, rows, tokens, _, _ = self.kinds[i]
+            if not rows:
+                continue
+            size = last if folded[i] else self.size(rows, sizes)
+            block, n = self.tiles[size].block_n, self.counts[i]
+            if not folded[i]:
+                times[i] = -(-rows // size)
+            if parent >= 0:
+                times[parent] += times[i] * n / self.counts[parent]
+            if tokens:
+                some[size].reads.append((tokens * n * heads / block, times[i]))
+                if not folded[i]:
+                    some[size].add(int(times[i]) * heads * n, -(-(tokens + extra[i]) // block), rows * n, n)
+        return self._total([(size, part) for size, part in some.items() if part.entries])
+
+    def _move(self, folded: list[bool]) -> tuple[list[int], int]:
+        """Tokens that each kind takes on from those folded above it, and all private nodes together."""
+        extra, passed = [0] * len(folded), [0] * len(folded)
+        total = 0
+        for i, (parent, _, tokens, readers, _) in enumerate(self.kinds):
+            extra[i] = passed[parent] if parent >= 0 else 0
+            passed[i] = extra[i] + tokens if folded[i] else 0
+            total += readers * passed[i] * self.counts[i]
+        return extra, total
+
+    def _total(self, launches: list[tuple[int, _Some]]) -> float:
+        hw, loads, before = self.hw, [], 0.0
+        for size, some in launches:
+            load = Load(size, some.tile.per_sm, some.programs, some.reads, 1, self.block[size])
+            work = load.busy(hw.costs, hw.num_sms)
+            some.tile = pick_tile(hw, self.shape, size, some.programs, before > BESIDE * work)
+            load.per_sm = some.tile.per_sm
+            loads.append(load)
+            before += work
+        rows, states = 0, 0
+        for load, (_, some), least in zip(loads, launches, hidden(loads, hw), strict=True):
+            part = Cuttable(some.split, some.longest, some.blocks, some.programs).part(some.tile, hw.num_sms, least)
+            load.programs, load.longest = some.split(part), min(part, some.longest)
+            for _, blocks, packed, count in some.entries:
+                splits = -(-blocks // part)
+                rows += packed * splits
+                states += count * splits
+        direct = states == self.count and len(launches) == 1
+        return predict(loads, 0.0 if direct else self._state_bytes(rows), hw).us
+
+
+class _Some:
+    """Nodes of one launch. Entries are nodes that are cut alike: programs of one split, blocks of a node, rows, nodes."""
+
+    __slots__ = ("blocks", "entries", "longest", "programs", "reads", "tile")
+
+    def __init__(self, tile: AttendTile):
+        self.tile = tile
+        self.entries: list[tuple[int, int, int, int]] = []
+        self.reads: list[tuple[float, float]] = []
+        self.programs, self.blocks, self.longest = 0, 0, 0
+
+    def add(self, programs: int, blocks: int, rows: int, count: int) -> None:
+        self.entries.append((programs, blocks, rows, count))
+        self.programs += programs
+        self.blocks += programs * blocks
+        self.longest = max(self.longest, blocks)
+
+    def split(self, part: int) -> int:
+        """Programs of splits of ``part`` blocks."""
+        total = 0
+        for programs, blocks, _, _ in self.entries:
+            total += programs * -(-blocks // part)
+        return total
