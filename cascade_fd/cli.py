@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = argparse.ArgumentParser(prog="cascade-fd", description="Exact attention for batches that share context.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_compile, _add_bench, _add_plan, _add_info):
+    for add in (_add_demo, _add_compile, _add_bench, _add_tune, _add_plan, _add_info):
         add(commands)
     args = parser.parse_args(argv)
     return int(args.func(args))
@@ -76,7 +76,7 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time the benchmark cases on this machine; results are checked first")
     parser.add_argument("--cases", default="", help="comma-separated names, such as d3,c4 (default: all)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--split", default="wave", help="wave (default), balanced, fixed, or a number of splits")
+    parser.add_argument("--split", default="balanced", help="balanced (default), wave, fixed, stream_k, or a number of splits")
     parser.add_argument("--out", metavar="FILE.csv", help="append the rows to this file")
     parser.set_defaults(func=_bench)
 
@@ -90,6 +90,26 @@ def _bench(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = [name for name in args.cases.split(",") if name]
     run(names, device, int(args.split) if args.split.isdigit() else args.split, Path(args.out) if args.out else None)
+    return 0
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser("tune", help="measure what launches and tiles cost on this GPU, for the planner")
+    parser.add_argument("--device", default="cuda", help="default: cuda; cpu is a rehearsal")
+    parser.add_argument("--out", metavar="FILE.json", help="save the costs here instead of where plans look for them")
+    parser.add_argument("--samples", metavar="FILE.jsonl", help="save the times here; if the file exists, use it instead")
+    parser.set_defaults(func=_tune)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    _need("bench", "rich")
+    from cascade_fd.bench.tune import run
+
+    try:
+        run(args.device, *(Path(name) if name else None for name in (args.out, args.samples)))
+    except (OSError, ValueError) as error:
+        print(f"cascade-fd tune: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0
 
 

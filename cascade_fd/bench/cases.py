@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 READ_RATE = 4.6e12  # bytes per second a Triton kernel reads on an H200 (8 GiB, measured)
 MATMUL_RATE = 770e12  # bf16 FLOP per second of an 8192^3 matmul on an H200 (measured: 738-802)
@@ -12,7 +15,8 @@ MATMUL_RATE = 770e12  # bf16 FLOP per second of an 8192^3 matmul on an H200 (mea
 class Case:
     """A batch: ``levels`` are (nodes, tokens per node), root first; the last level has one node per request.
 
-    bf16, head dim 128, page size 16, NHD pages in random order.
+    bf16, head dim 128, page size 16, NHD pages in random order. ``lens``: tokens of each request's node of the last level,
+    where they are not all the same; ``levels`` then has room for the longest.
     """
 
     name: str
@@ -22,6 +26,7 @@ class Case:
     num_kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+    lens: tuple[int, ...] | None = None
 
     @property
     def requests(self) -> int:
@@ -32,15 +37,25 @@ class Case:
         return self.requests * self.q_len
 
     @property
+    def node_lens(self) -> list[np.ndarray]:
+        """Tokens of each node, by level."""
+        lens = [np.full(nodes, tokens) for nodes, tokens in self.levels]
+        return lens if self.lens is None else [*lens[:-1], np.array(self.lens)]
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """``[requests]`` keys of each request."""
+        return np.sum([np.repeat(lens, self.requests // len(lens)) for lens in self.node_lens], 0)
+
+    @property
     def kv_bytes(self) -> int:
         """Unique bytes of keys and values in 2-byte elements: what must be read at least once."""
-        return sum(n * t for n, t in self.levels) * self.num_kv_heads * self.head_dim * 2 * 2
+        return sum(int(lens.sum()) for lens in self.node_lens) * self.num_kv_heads * self.head_dim * 2 * 2
 
     @property
     def flops(self) -> int:
         """4 * rows * Hq * D * keys: two products over every key that a row sees."""
-        keys = sum(t for _, t in self.levels)
-        return 4 * self.rows * self.num_q_heads * self.head_dim * keys
+        return 4 * self.q_len * self.num_q_heads * self.head_dim * int(self.seq_lens.sum())
 
     @property
     def floor_us(self) -> float:
@@ -48,12 +63,19 @@ class Case:
         return max(self.kv_bytes / READ_RATE, self.flops / MATMUL_RATE) * 1e6
 
 
-def _flat(name: str, B: int, T: int, **kwargs: int) -> Case:
+def _flat(name: str, B: int, T: int, **kwargs: Any) -> Case:
     return Case(name, ((B, T),), **kwargs)
 
 
-def _cascade(name: str, B: int, P: int, S: int, **kwargs: int) -> Case:
+def _cascade(name: str, B: int, P: int, S: int, **kwargs: Any) -> Case:
     return Case(name, ((1, P), (B, S)), **kwargs)
+
+
+def _skewed(name: str, B: int, longest: int) -> Case:
+    """Requests of 128 to 8192 keys beside one very long one."""
+    lens = np.random.default_rng(0).integers(128, 8192, B, endpoint=True)
+    lens[0] = longest
+    return Case(name, ((B, longest),), lens=tuple(lens.tolist()))
 
 
 CASES = {
@@ -63,6 +85,7 @@ CASES = {
         _flat("d2", 4, 32768),
         _flat("d3", 16, 8192),
         _flat("d4", 64, 4096),
+        _skewed("d5", 128, 131072),
         _flat("d6", 256, 1024),
         _flat("d7", 1, 131072, num_q_heads=8, num_kv_heads=1),
         _flat("v1", 16, 8192, q_len=4),

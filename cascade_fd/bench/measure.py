@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import os
 import statistics
 import subprocess
@@ -15,10 +16,11 @@ from pathlib import Path
 import torch
 
 from cascade_fd.bench.cases import Case
-from cascade_fd.bench.workload import build
+from cascade_fd.bench.workload import Workload, build
 
 COLD_BYTES = 420e6  # input sets together exceed the L2 (60 MB) several times
 MAX_ERROR = 5e-3  # bf16 rounding gives 2e-3 to 3e-3
+GRAPH_US = 20e3  # what a graph may take, unless one round takes longer
 
 
 @dataclass(frozen=True)
@@ -40,53 +42,86 @@ class Row:
     date: str
 
 
-def measure(case: Case, device: torch.device, split: str | int = "wave", provider: str = "cascade_fd") -> Row:
+def measure(case: Case, device: torch.device, split: str | int = "balanced", provider: str = "cascade_fd") -> Row:
     """Check and time our side of ``case``. Raises RuntimeError instead of timing a wrong result."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    sets = max(2, int(COLD_BYTES // case.kv_bytes) + 1) if device.type == "cuda" else 1
-    loads = [build(case, device, dtype, split, seed) for seed in range(sets)]
+    loads = input_sets(case, device, split)
     error = max(load.error() for load in (loads[0], loads[-1]))
     if not error < MAX_ERROR:
         raise RuntimeError(f"{case.name}: relative error {error:.2e} exceeds {MAX_ERROR:.0e}; not timed")
-    us = (graph_us if device.type == "cuda" else wall_us)([load.run for load in loads])
-    setting = f"split={split}, launches={len(loads[0].plan.launches)}, items={loads[0].plan.num_items}"
-    gbs = case.kv_bytes / us / 1e3
-    return Row(case.name, provider, setting, us, gbs, us / case.floor_us, error, **machine(device))
+    us = medians_us([timer([load.run for load in loads], device)], replays_on(device))[0]
+    return row_of(case, provider, setting_of(loads[0], split), us, error, machine(device))
 
 
-def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
-    """Median microseconds per call of graph replays that go round all ``calls``."""
-    rounds = max(1, -(-24 // len(calls)))
-    stream = torch.cuda.Stream()
+def input_sets(case: Case, device: torch.device, split: str | int = "balanced") -> list[Workload]:
+    """On a GPU so many that together they exceed the L2 several times; for a CPU one."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sets = max(2, int(COLD_BYTES // case.kv_bytes) + 1) if device.type == "cuda" else 1
+    return [build(case, device, dtype, split, seed) for seed in range(sets)]
+
+
+def setting_of(load: Workload, split: str | int) -> str:
+    """What a row says of our plan."""
+    return f"split={split}, launches={len(load.plan.launches)}, items={load.plan.num_items}"
+
+
+def row_of(case: Case, provider: str, setting: str, us: float, error: float, where: dict[str, str]) -> Row:
+    """A row with the figures that follow from its time; ``where``: see ``machine``."""
+    return Row(case.name, provider, setting, us, case.kv_bytes / us / 1e3, us / case.floor_us, error, **where)
+
+
+def timer(calls: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], float]:
+    """What times ``calls`` once more, whenever it is called: microseconds per call.
+
+    On a GPU that is one replay of a graph that goes round all ``calls``; slow calls make shorter graphs.
+    """
+    if device.type != "cuda":
+        return lambda: _wall_us(calls) / len(calls)
+    stream = _capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
-    torch.cuda.synchronize()
+        once = _gpu_us(calls[-1])  # with host time: an upper bound
+    most = int(min(24.0, GRAPH_US / once))
+    rounds = max(1, -(-most // len(calls)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(rounds):
             for call in calls:
                 call()
-    times = []
-    for _ in range(replays + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(calls)))
-    return statistics.median(times[2:])
+    return lambda: _gpu_us(graph.replay) / (rounds * len(calls))
 
 
-def wall_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-    """Median microseconds per call on the CPU."""
-    times = []
-    for _ in range(repeats):
-        for call in calls:
-            begin = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - begin) * 1e6)
-    return statistics.median(times)
+def medians_us(timers: Sequence[Callable[[], float]], replays: int) -> list[float]:
+    """The median of each timer after two that warm up. They take turns, so that drifting clocks are fair to all."""
+    times = [[time_once() for time_once in timers] for _ in range(replays + 2)]
+    return [statistics.median(mine) for mine in zip(*times[2:], strict=True)]
+
+
+def replays_on(device: torch.device) -> int:
+    return 15 if device.type == "cuda" else 3
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all: torch's streams are a few that come round again, so a new one could be one that a call forks to."""
+    return torch.cuda.Stream()
+
+
+def _gpu_us(call: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def _wall_us(calls: Sequence[Callable[[], object]]) -> float:
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begin) * 1e6
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -15,7 +15,7 @@ from cascade_fd.bench.measure import Row, measure, write_csv
 from cascade_fd.checks import check_choice
 
 
-def run(names: Sequence[str], device: str, split: str | int = "wave", out: Path | None = None) -> list[Row]:
+def run(names: Sequence[str], device: str, split: str | int = "balanced", out: Path | None = None) -> list[Row]:
     """Measure ``names`` (all cases if empty) on ``device`` and report them."""
     for name in names:
         check_choice("cases", name, tuple(CASES))

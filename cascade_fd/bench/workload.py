@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class Workload:
     case: Case
     q: torch.Tensor
     kv: PagedKV
-    tables: tuple[torch.Tensor, ...]  # per level [nodes, pages]
+    table: torch.Tensor  # [requests, pages], rows of shorter requests padded with page 0
     plan: Plan
     out: AttentionState
 
@@ -37,37 +38,46 @@ class Workload:
         self.out.o.fill_(torch.nan)
         self.out.lse.fill_(torch.nan)
         self.run()
-        if self.out.o.isnan().any() or self.out.lse.isnan().any():
-            return math.inf
-        worst = 0.0
-        for b in {0, self.case.requests // 2, self.case.requests - 1}:
-            rows = slice(b * self.case.q_len, (b + 1) * self.case.q_len)
-            want = self._expected(b, rows)
-            worst = max(worst, float((self.out.o[rows].float() - want).norm() / want.norm()))
-        return worst
+        return math.inf if self.out.lse.isnan().any() else self.error_of(self.out.o)
 
-    def _expected(self, b: int, rows: slice) -> torch.Tensor:
+    def error_of(self, o: torch.Tensor) -> float:
+        """The same of any result ``o [rows, Hq, D]`` over these inputs; infinite if there is a NaN anywhere."""
+        if o.isnan().any():
+            return math.inf
+        wants = ((o[rows].float(), want) for rows, want in self.expected)
+        return max(float((got - want).norm() / want.norm()) for got, want in wants)
+
+    @cached_property
+    def expected(self) -> list[tuple[slice, torch.Tensor]]:
+        """Rows of three requests and their results in float32."""
+        case, n = self.case, self.case.q_len
+        return [(slice(b * n, b * n + n), self._attend(b)) for b in sorted({0, case.requests // 2, case.requests - 1})]
+
+    def _attend(self, b: int) -> torch.Tensor:
         case = self.case
-        pages = [t[b * len(t) // case.requests].long() for t in self.tables]
-        k, v = (x[torch.cat(pages)].flatten(0, 1).float() for x in (self.kv.k, self.kv.v))
-        q = self.q[rows].float().unflatten(1, (case.num_kv_heads, -1))
+        length = int(case.seq_lens[b])
+        pages = self.table[b, : -(-length // case.page_size)].long()
+        k, v = (x[pages].flatten(0, 1)[:length].float() for x in (self.kv.k, self.kv.v))
+        q = self.q[b * case.q_len : (b + 1) * case.q_len].float().unflatten(1, (case.num_kv_heads, -1))
         scores = torch.einsum("qhgd,thd->hgqt", q, k) / math.sqrt(case.head_dim)
         limit = len(k) - case.q_len + 1 + torch.arange(case.q_len, device=k.device)
         scores.masked_fill_(torch.arange(len(k), device=k.device) >= limit[:, None], -math.inf)
         return torch.einsum("hgqt,thd->qhgd", scores.softmax(-1), v).flatten(1, 2)
 
 
-def build(case: Case, device: torch.device, dtype: torch.dtype, split: str | int = "wave", seed: int = 0) -> Workload:
+def build(case: Case, device: torch.device, dtype: torch.dtype, split: str | int = "balanced", seed: int = 0) -> Workload:
     """Random inputs of ``case`` on ``device``; another ``seed`` is another input set."""
     g = torch.Generator(device=device).manual_seed(seed)
-    counts = [nodes * -(-tokens // case.page_size) for nodes, tokens in case.levels]
-    order = torch.randperm(sum(counts), generator=g, device=device).to(torch.int32)
-    tables = tuple(ids.view(nodes, -1) for ids, (nodes, _) in zip(order.split(counts), case.levels, strict=True))
-    shape = (sum(counts), case.page_size, case.num_kv_heads, case.head_dim)
+    counts = [-(-lens // case.page_size) for lens in case.node_lens]
+    sizes = [int(count.sum()) for count in counts]
+    order = torch.randperm(sum(sizes), generator=g, device=device).to(torch.int32)
+    pages = [_rows(ids, count) for ids, count in zip(order.split(sizes), counts, strict=True)]
+    table = torch.cat([ids.repeat_interleave(case.requests // len(ids), 0) for ids in pages], 1)
+    shape = (sum(sizes), case.page_size, case.num_kv_heads, case.head_dim)
     k, v = (torch.randn(shape, generator=g, device=device, dtype=dtype) for _ in range(2))
     q = torch.randn(case.rows, case.num_q_heads, case.head_dim, generator=g, device=device, dtype=dtype)
     made = plan(
-        _tree(case, tables),
+        tree_of(case, table),
         num_q_heads=case.num_q_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
@@ -76,12 +86,18 @@ def build(case: Case, device: torch.device, dtype: torch.dtype, split: str | int
         split=split,
     )
     out = AttentionState(torch.empty_like(q), torch.empty(q.shape[:2], device=device), "e")
-    return Workload(case, q, PagedKV(k, v), tables, made, out)
+    return Workload(case, q, PagedKV(k, v), table, made, out)
 
 
-def _tree(case: Case, tables: tuple[torch.Tensor, ...]) -> PrefixTree:
-    levels = []
-    for (nodes, tokens), table in zip(case.levels, tables, strict=True):
-        indptr = np.arange(nodes + 1) * case.requests // nodes
-        levels.append(Level(indptr, np.full(nodes, tokens), PageTable.from_block_table(table, case.page_size)))
-    return PrefixTree.from_levels(levels, q_lens=case.q_len)
+def _rows(ids: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
+    """``[nodes, most]`` page ids, ``counts[i]`` of them in row i, padded with 0."""
+    used = torch.arange(int(counts.max())) < torch.from_numpy(counts)[:, None]
+    rows = ids.new_zeros(used.shape)
+    rows[used.to(ids.device)] = ids
+    return rows
+
+
+def tree_of(case: Case, table: torch.Tensor) -> PrefixTree:
+    """The case's tree over a block table ``[requests, pages]``."""
+    levels = [Level(np.arange(len(lens) + 1) * (case.requests // len(lens)), lens) for lens in case.node_lens]
+    return PrefixTree.from_levels(levels, q_lens=case.q_len, table=PageTable.from_block_table(table, case.page_size))

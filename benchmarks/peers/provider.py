@@ -1,0 +1,61 @@
+"""What a way to compute a case is, beside ours and torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from cascade_fd.bench.measure import setting_of
+from cascade_fd.bench.workload import Workload
+
+Run = Callable[[], torch.Tensor]
+
+
+class SkipError(Exception):
+    """Why there is nothing to time; one line."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute a case.
+
+    Attributes:
+        name: the library.
+        setting: how it is called.
+        prepare: from one input set, what computes ``o [rows, Hq, D]`` over it each time it is called. All that depends only
+            on lengths and page ids is done here and not timed, as our plan is.
+    """
+
+    name: str
+    setting: str
+    prepare: Callable[[Workload], Run]
+
+
+def ours(load: Workload) -> list[Provider]:
+    """cascade_fd, by the plan that the input set has."""
+    return [Provider("cascade_fd", setting_of(load, "balanced"), lambda load: lambda: load.run().o)]
+
+
+def sdpa(load: Workload) -> list[Provider]:
+    """scaled_dot_product_attention of torch, for decode batches of one length: it has no pages and no lengths."""
+    case = load.case
+    if len(case.levels) > 1 or case.q_len > 1 or case.lens is not None:
+        raise SkipError("only for one row per request, one length and nothing shared")
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    return [Provider("torch sdpa", f"{name}, contiguous KV", partial(_sdpa, backend)) for name, backend in backends.items()]
+
+
+def _sdpa(backend: SDPBackend, load: Workload) -> Run:
+    q = load.q[:, :, None]
+    k, v = (x[load.table.long()].flatten(1, 2).transpose(1, 2).contiguous() for x in (load.kv.k, load.kv.v))
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=True).squeeze(2)
+
+    return run
