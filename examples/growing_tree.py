@@ -26,8 +26,9 @@ plan = cf.plan(tree, num_q_heads=Hq, num_kv_heads=Hkv, head_dim=D, dtype=torch.f
 
 worst = 0.0
 for step in range(steps + 1):
+    if step:
+        plan.advance()  # every request has one token more, on the device
     lens = [s + n + step for s, n in zip(shared, leaves, strict=True)]  # the table's rows hold the shared tokens too
-    plan.set_lengths(torch.tensor(lens, device=device))
     q = torch.randn(4, Hq, D, device=device)
     tree_state = cf.attend(q, kv, plan)
     flat_state = cf.decode(q, kv, block_table=block_table, seq_lens=lens)

@@ -76,6 +76,11 @@ def test_signatures_in_the_docs_name_every_parameter(name):
         assert not missing
 
 
+def test_every_part_of_a_plan_is_described():
+    names = {*cf.Plan.__dataclass_fields__, *(name for name in vars(cf.Plan) if not name.startswith("_"))}
+    assert not [name for name in names if not re.search(rf"\b{name}\b", sections()["Plan"])]
+
+
 def test_layouts_page_lists_every_library_as_the_table_has_it():
     text = (ROOT / "docs" / "layouts.md").read_text()
     for name, library in cf.interop.LIBRARIES.items():
