@@ -1,10 +1,19 @@
-"""What the planner decided about sharing: a record for ``Plan``, ``explain`` and tests."""
+"""What the planner was asked for and what it decided about sharing: records for ``Plan``, ``explain`` and tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of ``plan`` that decide how work is shared and cut."""
+
+    split: str | int = "balanced"
+    share: str = "auto"
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, eq=False)

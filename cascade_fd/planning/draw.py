@@ -132,6 +132,8 @@ def items_of(plan: Plan, facts: Facts, index: int) -> tuple[np.ndarray, np.ndarr
     split = (np.arange(len(node)) - np.repeat(np.cumsum(counts) - counts, counts)) // facts.row_tiles[node]
     begin = split * cuts.chunk[node] - cuts.lead[node]
     tokens = np.minimum(begin + cuts.chunk[node], capacity[node]) - np.maximum(begin, 0)
+    if plan.asked.split == "stream_k":
+        return node, tokens
     longest = np.argsort(-tokens, kind="stable")
     return node[longest], tokens[longest]
 

@@ -7,6 +7,7 @@ import torch
 
 from cascade_fd.kv import PageTable
 from cascade_fd.nodes import Nodes, offsets_of
+from cascade_fd.planning.choice import Choice
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import (
     FIRST_SLOT,
@@ -28,9 +29,10 @@ from cascade_fd.planning.worklist import (
 from cascade_fd.tree import PrefixTree
 
 INT32_MAX = 2**31 - 1
+INVARIANT_STATES = 32  # the merge's tile, whatever the most states of a row in this batch
 
 
-def assemble(tree: PrefixTree, work: Work, groups: list[Group], frame: Frame) -> Plan:
+def assemble(tree: PrefixTree, work: Work, groups: list[Group], frame: Frame, choice: Choice) -> Plan:
     """Number the states, build every array, and bring them to the device in one copy."""
     slots, is_direct, first_state = _states(tree, work)
     columns = np.zeros((len(tree.nodes), 3), np.int64)
@@ -40,7 +42,8 @@ def assemble(tree: PrefixTree, work: Work, groups: list[Group], frame: Frame) ->
     lens = np.empty(len(columns), np.int64)
     lens[columns[:, 0]] = work.nodes.stop
     rows, merged, indptr = _row_tables(tree, work, slots, is_direct)
-    items = [_items(tree, work, group, columns, frame.ordered) for group in groups]
+    ordered, states = frame.asked.split == "stream_k", int(slots.max(initial=1))
+    items = [_items(tree, work, group, columns, ordered) for group in groups]
     floors = _floors(tree)
     arrays = _upload([rows.ravel(), merged, indptr, lens, floors, *(x.ravel() for x in items)], frame.device)
     launch_of = np.full(len(tree.nodes), -1)
@@ -49,7 +52,9 @@ def assemble(tree: PrefixTree, work: Work, groups: list[Group], frame: Frame) ->
     chained = frame.hardware.overlaps
     return Plan(
         launches=tuple(_launch(tree, work, *parts) for parts in zip(groups, items, arrays[5:], strict=True)),
-        merge=MergeRows(arrays[2], arrays[1], frame.most_states or int(slots.max(initial=1)), chained and bool(groups)),
+        merge=MergeRows(
+            arrays[2], arrays[1], INVARIANT_STATES if frame.asked.batch_invariant else states, chained and bool(groups)
+        ),
         rows=arrays[0].view(-1, 4),
         lens=arrays[3],
         floors=arrays[4],
@@ -61,7 +66,8 @@ def assemble(tree: PrefixTree, work: Work, groups: list[Group], frame: Frame) ->
         hardware=frame.hardware,
         tree=tree,
         nodes=work.nodes,
-        choice=frame.choice,
+        asked=frame.asked,
+        choice=choice,
         cuts=Cuts(work.chunk, work.lead, work.splits),
         launch_of=launch_of,
         max_new_tokens=work.growth,

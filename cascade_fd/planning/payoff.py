@@ -11,11 +11,9 @@ import functools
 
 import numpy as np
 
-from cascade_fd.hardware import Hardware
 from cascade_fd.planning.choice import Choice
 from cascade_fd.planning.weigh import Kind, Private, Scale, Verdict, Where
-from cascade_fd.planning.work import Work
-from cascade_fd.planning.worklist import Shape
+from cascade_fd.planning.work import Frame, Work
 from cascade_fd.tiles import tile_rows
 from cascade_fd.tree import PrefixTree
 
@@ -28,9 +26,10 @@ RULES = {
 }
 
 
-def choose(tree: PrefixTree, work: Work, shape: Shape, hw: Hardware, share: str) -> Choice:
-    """Weigh the shared nodes of ``tree``. ``share``: see ``plan``."""
-    sizes = tile_rows(hw, shape.dtype, shape.head_dims)
+def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
+    """Weigh the shared nodes of ``tree``, if that was asked for."""
+    shape, hw, share = frame.shape, frame.hardware, frame.asked.share
+    sizes = tuple(sorted(frame.tiles)) if frame.tiles else tile_rows(hw, shape.dtype, shape.head_dims)
     keep = np.zeros(len(tree.nodes), bool)
     if not tree.num_shared or share == "always":
         return Choice(keep, sizes, rule=RULES["always"] if tree.num_shared else "")
@@ -46,7 +45,7 @@ def choose(tree: PrefixTree, work: Work, shape: Shape, hw: Hardware, share: str)
     kind_of, kinds = _kinds(tree, work, stuck)
     counts = tuple(np.bincount(kind_of, minlength=len(kinds)).tolist())
     S = tree.num_shared
-    verdict = _decide(kinds, counts, _private(work.num_rows[S:], work.tokens[S:]), Where(shape, hw))
+    verdict = _decide(kinds, counts, _private(work.num_rows[S:], work.tokens[S:]), Where(shape, hw, sizes))
     keep[:S] = verdict.folded[kind_of]
     return Choice(keep, verdict.sizes, verdict.once[kind_of], verdict.each[kind_of], "", stuck, verdict.compared)
 

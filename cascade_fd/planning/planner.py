@@ -7,7 +7,7 @@ import torch
 
 from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_group, check_int
 from cascade_fd.hardware import Hardware, hardware_of
-from cascade_fd.planning.choice import Choice
+from cascade_fd.planning.choice import Asked, Choice
 from cascade_fd.planning.cost import Load, block_size, hidden
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose
@@ -17,8 +17,6 @@ from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
 from cascade_fd.tiles import AttendTile, attend_tile, tile_rows
 from cascade_fd.tree import PrefixTree
-
-INVARIANT_STATES = 32  # the merge's tile, whatever the most states of a row in this batch
 
 
 def plan(
@@ -66,19 +64,27 @@ def plan(
     _check_counts(tree, num_q_heads=(num_q_heads,), num_kv_heads=(num_kv_heads,), head_dim=dims)
     shape = Shape(num_q_heads, num_kv_heads, *dims, dtype)
     _check_options(tree, shape, split, share, max_new_tokens)
+    asked = Asked(split, share, batch_invariant)
     device = torch.device(device)
-    hw = hardware or hardware_of(device)
-    work = Work.measure(tree, shape, max_new_tokens)
-    if batch_invariant:
-        _check_invariant(tree, split, share)
-        groups = _invariant_splits(tree, work, shape, hw)
+    return _plan(tree, Frame(shape, device, hardware or hardware_of(device), asked), max_new_tokens)
+
+
+def plan_with_tiles(tree: PrefixTree, like: Plan) -> Plan:
+    """Plan ``tree`` as ``like`` was, with no other tiles than it has."""
+    tiles = {launch.tile.block_m: launch.tile for launch in like.launches}
+    return _plan(tree, Frame(like.shape, like.device, like.hardware, like.asked, tiles), like.max_new_tokens)
+
+
+def _plan(tree: PrefixTree, frame: Frame, max_new_tokens: int) -> Plan:
+    work = Work.measure(tree, frame.shape, max_new_tokens)
+    if frame.asked.batch_invariant:
+        _check_invariant(tree, frame.asked)
         choice = Choice(np.zeros(len(tree.nodes), bool), (), rule=RULES["invariant"])
-        return assemble(tree, work, groups, Frame(shape, device, hw, choice, most_states=INVARIANT_STATES))
-    choice = choose(tree, work, shape, hw, share)
+        return assemble(tree, work, _invariant_splits(tree, work, frame), frame, choice)
+    choice = choose(tree, work, frame)
     if choice.folded.any():
         work.fold(choice.folded)
-    groups = _choose_splits(tree, work, shape, split, hw, choice)
-    return assemble(tree, work, groups, Frame(shape, device, hw, choice, ordered=split == "stream_k"))
+    return assemble(tree, work, _choose_splits(tree, work, frame, choice), frame, choice)
 
 
 def _check_counts(tree: PrefixTree, **counts: tuple[int, ...]) -> None:
@@ -105,8 +111,9 @@ def _check_options(tree: PrefixTree, shape: Shape, split: str | int, share: str,
         raise ValueError("max_new_tokens: expected 0 for a tree without private nodes, which cannot grow")
 
 
-def _choose_splits(tree: PrefixTree, work: Work, shape: Shape, split: str | int, hw: Hardware, choice: Choice) -> list[Group]:
+def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -> list[Group]:
     """Sort the nodes into launches and give every node a split size."""
+    shape, hw, split = frame.shape, frame.hardware, frame.asked.split
     groups: list[Group] = []
     before = 0.0
     grouped = _group(tree, work.tokens, work.num_rows, choice.sizes)
@@ -115,7 +122,7 @@ def _choose_splits(tree: PrefixTree, work: Work, shape: Shape, split: str | int,
         busy = 0.0
         if len(grouped) > 1:
             busy = _load(pick_tile(hw, shape, rows), programs, work.tokens[nodes], shape).busy(hw.costs, hw.num_sms)
-        tile = pick_tile(hw, shape, rows, int(programs.sum()), before > BESIDE * busy)
+        tile = frame.tiles[rows] if frame.tiles else pick_tile(hw, shape, rows, int(programs.sum()), before > BESIDE * busy)
         before += busy
         groups.append(Group(tile, nodes, programs))
     page = _page_sizes(tree, work)
@@ -161,17 +168,18 @@ def _page_sizes(tree: PrefixTree, work: Work) -> np.ndarray | int:
     return sizes[0] if len(set(sizes)) == 1 else np.array(sizes)[work.nodes.level]
 
 
-def _check_invariant(tree: PrefixTree, split: str | int, share: str) -> None:
+def _check_invariant(tree: PrefixTree, asked: Asked) -> None:
     if not tree.declared:
         raise ValueError("batch_invariant: expected a tree from levels, got one whose sharing was found in this very batch")
-    if split not in ("balanced", "fixed"):
-        raise ValueError(f"split: expected 'fixed' (or the default) with batch_invariant, got {split!r}")
-    if share == "never":
+    if asked.split not in ("balanced", "fixed"):
+        raise ValueError(f"split: expected 'fixed' (or the default) with batch_invariant, got {asked.split!r}")
+    if asked.share == "never":
         raise ValueError("share: expected 'always' (or the default) with batch_invariant, got 'never'")
 
 
-def _invariant_splits(tree: PrefixTree, work: Work, shape: Shape, hw: Hardware) -> list[Group]:
+def _invariant_splits(tree: PrefixTree, work: Work, frame: Frame) -> list[Group]:
     """As ``_choose_splits``, from nothing but each node: however many share it, its rows meet the same tile and splits."""
+    shape, hw = frame.shape, frame.hardware
     shared = np.arange(len(tree.nodes)) < tree.num_shared
     work.chunk = np.full(len(work.tokens), FIXED_TOKENS)
     work.splits = ceil(work.tokens, FIXED_TOKENS)

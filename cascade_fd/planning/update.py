@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cascade_fd.planning.planner import plan_with_tiles
 from cascade_fd.planning.worklist import Launch, Plan
+from cascade_fd.tree import PrefixTree
 
 
 def with_room(plan: Plan, factor: float) -> Plan:
@@ -31,7 +33,7 @@ def with_room(plan: Plan, factor: float) -> Plan:
         lens=_padded(plan.lens, grown(len(plan.lens)), 0),
         rows=plan.rows.clone(),
         floors=plan.floors.clone(),
-        num_slots=max(grown(plan.num_slots), T),
+        num_slots=grown(max(plan.num_slots, T)),
     )
 
 
@@ -42,10 +44,12 @@ def _padded(array: torch.Tensor, length: int, value: int) -> torch.Tensor:
     return padded
 
 
-def update(plan: Plan, new: Plan) -> None:
+def update(plan: Plan, new: Plan | PrefixTree) -> None:
     """See ``Plan.update_``."""
+    if isinstance(new, PrefixTree):
+        new = plan_with_tiles(new, plan)
     if not isinstance(new, Plan):
-        raise TypeError(f"other: expected a Plan, got {type(new).__name__}")
+        raise TypeError(f"other: expected a Plan or a PrefixTree, got {type(new).__name__}")
     _check_frame(plan, new)
     place = _matches(plan, new)
     launches = list(plan.launches)
@@ -64,7 +68,7 @@ def update(plan: Plan, new: Plan) -> None:
         to.copy_(source)
     plan.launches = tuple(launches)
     plan.launch_of = np.array([*place, -1])[new.launch_of]  # -1 picks the last
-    for name in ("tree", "nodes", "choice", "cuts", "slots_used", "max_new_tokens", "grown"):
+    for name in ("tree", "nodes", "asked", "choice", "cuts", "slots_used", "max_new_tokens", "grown"):
         setattr(plan, name, getattr(new, name))
 
 

@@ -12,7 +12,7 @@ from cascade_fd.hardware import Hardware
 from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.splits import Cuttable
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import AttendTile, attend_tile, tile_rows
+from cascade_fd.tiles import AttendTile, attend_tile
 
 CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
 MOST_TILES = 8  # small tiles that may stand for a large one
@@ -36,8 +36,11 @@ class Private(NamedTuple):
 
 
 class Where(NamedTuple):
+    """What is planned for, and the rows that tiles may have."""
+
     shape: Shape
     hw: Hardware
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +65,7 @@ class Scale:
         self.kinds, self.counts, self.private = kinds, counts, private
         self.count = sum(group.number for group in private)
         self.shape, self.hw = shape, hw = where.shape, where.hw
-        self.sizes = tile_rows(hw, shape.dtype, shape.head_dims)
+        self.sizes = where.sizes
         self.tiles = {size: pick_tile(hw, shape, size) for size in self.sizes}
         self.block = {
             size: block_size(shape.head_dims, shape.dtype.itemsize, tile.block_n) for size, tile in self.tiles.items()

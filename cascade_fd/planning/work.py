@@ -10,7 +10,7 @@ import torch
 
 from cascade_fd.hardware import Hardware
 from cascade_fd.nodes import Nodes, check_room, offsets_of
-from cascade_fd.planning.choice import Choice
+from cascade_fd.planning.choice import Asked
 from cascade_fd.planning.worklist import Shape
 from cascade_fd.tiles import AttendTile
 from cascade_fd.tree import PrefixTree
@@ -78,16 +78,14 @@ class Frame:
     """What a plan is made for, apart from its nodes.
 
     Attributes:
-        most_states: fixes the merge's tile; 0: by the batch.
-        ordered: items stay in the order of their nodes and ranges, instead of the longest first.
+        tiles: the tiles there are, by their rows, if another plan's are to be used; else None.
     """
 
     shape: Shape
     device: torch.device
     hardware: Hardware
-    choice: Choice
-    most_states: int = 0
-    ordered: bool = False
+    asked: Asked
+    tiles: dict[int, AttendTile] | None = None
 
 
 def ceil(a: Any, b: Any) -> Any:

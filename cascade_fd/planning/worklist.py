@@ -14,7 +14,7 @@ import torch
 from cascade_fd.checks import check_int
 from cascade_fd.hardware import Hardware
 from cascade_fd.nodes import Nodes
-from cascade_fd.planning.choice import Choice
+from cascade_fd.planning.choice import Asked, Choice
 from cascade_fd.tiles import AttendTile
 from cascade_fd.tree import PrefixTree
 
@@ -154,6 +154,7 @@ class Plan:
         tree: what was planned (host).
         nodes: the tree's nodes as they are computed: where sharing does not pay, a node is empty and its children start at
             its start.
+        asked: the options that it was planned with.
         choice: what was decided about sharing, and why.
         cuts: how its nodes are split.
         launch_of: ``[nodes]`` the launch that computes each node (-1: none), on the host.
@@ -174,6 +175,7 @@ class Plan:
     hardware: Hardware
     tree: PrefixTree
     nodes: Nodes
+    asked: Asked
     choice: Choice
     cuts: Cuts
     launch_of: np.ndarray
@@ -245,10 +247,11 @@ class Plan:
 
         return with_room(self, factor)
 
-    def update_(self, other: Plan) -> None:
+    def update_(self, other: Plan | PrefixTree) -> None:
         """Make this plan compute what ``other`` does, in its own memory: graphs that were captured with it follow.
 
-        Device copies, no synchronisation. Lengths and growth are ``other``'s.
+        Device copies, no synchronisation. Lengths and growth are ``other``'s. A tree is planned with this plan's options and
+        tiles, so that it asks for no launch that this plan has not; a plan may have been made with others.
 
         Raises:
             ValueError: ``other`` needs another launch, another page table, or more room than ``with_room`` gave. Nothing is

@@ -28,7 +28,7 @@ class Server:
         self.table = target.put(torch.zeros(REQUESTS, width, dtype=torch.int32))
         self.q = target.queries(self.model, REQUESTS)
 
-    def plan(self, rows, lens, **options):
+    def tree(self, rows, lens):
         """``rows``: pages of each request; requests that are not there are padded ones of length 0."""
         self.rows = torch.full(self.table.shape, PAGES - 1, dtype=torch.int32)
         for b, row in enumerate(rows):
@@ -36,8 +36,10 @@ class Server:
         self.table.copy_(self.rows)
         lens = [*lens, *[0] * (REQUESTS - len(rows))]
         table = PageTable.from_block_table(self.table, self.page)
-        tree = PrefixTree.from_block_tables(self.rows, lens, self.page, table=table)
-        return make_plan(self.target, tree, self.model, **options)
+        return PrefixTree.from_block_tables(self.rows, lens, self.page, table=table)
+
+    def plan(self, rows, lens, **options):
+        return make_plan(self.target, self.tree(rows, lens), self.model, **options)
 
     def append(self, lens):
         """Give every request the pages that ``lens`` need, where its table row ends: on the device, under a plan in use."""
@@ -143,3 +145,17 @@ def test_a_plan_takes_over_other_batches(target, split, share):
         lens = [n + 7 for n in lens] + [0] * (REQUESTS - len(lens))
         server.check(server.attend(plan), lens)
     assert [x.items.data_ptr() for x in plan.launches] == memory
+
+
+def test_a_plan_takes_over_trees_with_the_tiles_it_has(target):
+    """Planned anew, such batches would ask for tiles of other sizes, and for more or fewer programs on an SM."""
+    server = Server(target)
+    hw = replace(cf.hardware_of(target.device), num_sms=5)
+    plan = server.plan(*batch([(1, 0)] * 6, own=[40, 2, 17]), max_new_tokens=4, hardware=hw).with_room(6.0)
+    tiles = [launch.tile for launch in plan.launches]
+    for shared, own in (([(6, 9)], [5, 30, 1]), ([(2, 3), (3, 6)], [9, 3]), ([], [1])):
+        rows, lens = batch(shared, own)
+        plan.update_(server.tree(rows, lens))
+        plan.advance(2)
+        server.check(server.attend(plan), [n + 2 for n in lens] + [0] * (REQUESTS - len(lens)))
+        assert [launch.tile for launch in plan.launches] == tiles

@@ -178,11 +178,11 @@ def check_cover(made, content, capacity, group):
 def fold_any(bits):
     """Instead of the cost model: fold those nodes that can be and whose bit is set."""
 
-    def choose(tree, work, shape, hw, share):
+    def choose(tree, work, frame):
         can = foldable(tree)
         folded = np.zeros(len(tree.nodes), bool)
         folded[: len(can)] = can & (bits >> np.arange(len(can)) & 1 > 0)
-        return Choice(folded, tuple(tile_rows(hw, shape.dtype, shape.head_dims)))
+        return Choice(folded, tile_rows(frame.hardware, frame.shape.dtype, frame.shape.head_dims))
 
     return patch.object(planner, "choose", choose)
 

@@ -263,7 +263,12 @@ def no_room(**options):
 
 OWN = Level(range(7), [1] * 6)
 REFUSED = {
-    "no plan": (lambda server: roomiest(server), lambda server: "plan", TypeError, "other: expected a Plan, got str"),
+    "no plan": (
+        lambda server: roomiest(server),
+        lambda server: "plan",
+        TypeError,
+        "other: expected a Plan or a PrefixTree, got str",
+    ),
     "shape": (
         roomiest,
         lambda server: server.plan(*BATCHES["nobody"], num_q_heads=2),
