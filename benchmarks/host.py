@@ -4,7 +4,9 @@ Without a GPU only ``plan`` is timed, for an H200 and page tables that are not o
 """
 
 import argparse
+import csv
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -14,6 +16,7 @@ from rich.table import Table
 
 import cascade_fd as cf
 from cascade_fd.bench.cases import CASES, Case
+from cascade_fd.bench.measure import machine
 from cascade_fd.bench.workload import build, tree_of
 from cascade_fd.checks import check_choice
 from cascade_fd.hardware import PRESETS
@@ -54,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"default: {' '.join(NAMES)}")
     parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--out", type=Path, help="write the rows to this CSV file")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "meta")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -61,13 +65,22 @@ def main() -> None:
     report.add_column("case")
     for column in ("launches", "plan", "attend, out=", "attend"):
         report.add_column(column, justify="right")
+    rows = []
     for name in args.cases or NAMES:
         check_choice("cases", name, tuple(CASES))
         timed = calls(CASES[name], device)
         made = timed[0]()
         launches = f"{len(made.launches)}{' + merge' if len(made.merge) else ''}"
-        report.add_row(name, launches, *(f"{microseconds(call, args.repeats):.1f}" for call in timed))
+        rows.append([name, launches, *(f"{microseconds(call, args.repeats):.1f}" for call in timed)])
+        report.add_row(*rows[-1])
     Console().print(report)
+    if args.out:
+        machine_columns = machine(device)
+        with args.out.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["case", "launches", "plan_us", "attend_out_us", "attend_us", *machine_columns])
+            for row in rows:
+                writer.writerow([*row, *[""] * (5 - len(row)), *machine_columns.values()])
 
 
 if __name__ == "__main__":

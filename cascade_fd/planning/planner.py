@@ -115,21 +115,26 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     """Sort the nodes into launches and give every node a split size."""
     shape, hw, split = frame.shape, frame.hardware, frame.asked.split
     groups: list[Group] = []
+    loads: list[Load] = []
     before = 0.0
     grouped = _group(tree, work.tokens, work.num_rows, choice.sizes)
     for rows, nodes in grouped:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
-        busy = 0.0
+        load, busy = None, 0.0
         if len(grouped) > 1:
-            busy = _load(pick_tile(hw, shape, rows), programs, work.tokens[nodes], shape).busy(hw.costs, hw.num_sms)
+            load = _load(pick_tile(hw, shape, rows), programs, work.tokens[nodes], shape)
+            busy = load.busy(hw.costs, hw.num_sms)
         tile = frame.tiles[rows] if frame.tiles else pick_tile(hw, shape, rows, int(programs.sum()), before > BESIDE * busy)
-        before += busy
         groups.append(Group(tile, nodes, programs))
+        if load:
+            load.per_sm = tile.per_sm
+            loads.append(load)
+            before += busy
     page = _page_sizes(tree, work)
     if isinstance(split, int):
         work.chunk = np.maximum(ceil(ceil(work.tokens, split), page) * page, 1)
     else:
-        _cut(work, groups, split, hw, shape, page)
+        _cut(work, groups, split, hw, hidden(loads, hw) if loads else [1] * len(groups), page)
     work.splits = ceil(work.tokens + work.lead, work.chunk) * (work.tokens > 0)
     return groups
 
@@ -143,13 +148,10 @@ def _load(tile: AttendTile, programs: np.ndarray, tokens: np.ndarray, shape: Sha
     return Load(tile.block_m, tile.per_sm, count, [(unique, blocks / max(unique, 1))], 1.0, size)
 
 
-def _cut(work: Work, groups: list[Group], policy: str, hw: Hardware, shape: Shape, page: np.ndarray | int) -> None:
+def _cut(work: Work, groups: list[Group], policy: str, hw: Hardware, least: list[int], page: np.ndarray | int) -> None:
     """Tokens per split of every node. Splits end where pages do."""
     work.chunk, work.lead = np.ones_like(work.tokens), np.zeros_like(work.tokens)
-    least = [1]
-    if len(groups) > 1:
-        least = hidden([_load(x.tile, x.programs, work.tokens[x.nodes], shape) for x in groups], hw)
-    for group, few in zip(groups, least, strict=False):
+    for group, few in zip(groups, least, strict=True):
         part, lead = cut(policy, work.tokens[group.nodes], group.programs, group.tile, hw.num_sms, few)
         work.chunk[group.nodes], work.lead[group.nodes] = part, lead
     if policy == "fixed":
