@@ -15,6 +15,10 @@ from cascade_fd.planning.worklist import Shape
 from cascade_fd.tiles import AttendTile, attend_tile
 
 CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
+# Predictions are off by up to 10 %. So between all and nothing the one is taken that is likely, all if two thirds of what is
+# read are shared, unless the other promises to be faster by this factor. Of the time of nothing shared that takes 1.04 at worst
+# instead of 1.09 (benchmarks/NOTES.md).
+SURE, MOSTLY = 1.08, 2 / 3
 MOST_TILES = 8  # small tiles that may stand for a large one
 BESIDE = 0.25  # from this share of a launch's work on, what runs before it takes enough of the SMs to call for small programs
 
@@ -55,7 +59,7 @@ class Verdict:
 
 
 class Scale:
-    """What is weighed: nodes that do not differ are counted, not listed, so that plain Python is fast.
+    """A batch on the scales: nodes that do not differ are counted, not listed, so that plain Python is fast.
 
     A kind of shared node has a kind of parent (-1: none), packed rows, tokens, how many private nodes hang on it, and whether
     it is stuck. Parents come before children. Private nodes are in groups of equal rows, at their mean length.
@@ -76,6 +80,7 @@ class Scale:
         return next((size for size in sizes if size >= rows), sizes[-1])
 
     def decide(self) -> Verdict:
+        """Compare everything shared, nothing shared, and each node by its own costs."""
         once, each, greedy = self._node_by_node()
         nothing, everything = [False] * len(greedy), [not kind[4] for kind in self.kinds]
         sets = self._size_sets()
@@ -91,8 +96,22 @@ class Scale:
                 sizes = sets[:1] if name == "nothing shared" else [*{sets[0], best["everything shared"][1]}]
                 best[name] = min((self.predict(fold, some), some) for some in sizes)
         name = min(best, key=lambda key: best[key][0])
+        likely = "everything shared" if self._shared_part() >= MOSTLY else "nothing shared"
+        if name != "node by node" and likely in best and best[likely][0] < SURE * best[name][0]:
+            name = likely
         compared = tuple((key, us) for key, (us, _) in best.items())
         return Verdict(np.array(folds[name]), best[name][1], np.array(once), np.array(each), compared)
+
+    def _shared_part(self) -> float:
+        """Of all tokens that requests read if nothing is shared, those that they have in common with others."""
+        requests: list[float] = [kind[3] for kind in self.kinds]
+        shared = 0.0
+        for i in reversed(range(len(self.kinds))):
+            parent, _, tokens, _, _ = self.kinds[i]
+            shared += self.counts[i] * tokens * requests[i]
+            if parent >= 0:
+                requests[parent] += requests[i] * self.counts[i] / self.counts[parent]
+        return shared / max(1.0, shared + sum(group.tokens * group.number for group in self.private))
 
     def _node_by_node(self) -> tuple[list[float], list[float], list[bool]]:
         """Per kind the cost of computing a node once, and with each child, in microseconds of the device; and which is less.
@@ -140,7 +159,7 @@ class Scale:
     def predict(self, folded: list[bool], sizes: tuple[int, ...]) -> float:
         """Microseconds with some kinds of node folded and tiles of some sizes."""
         heads = self.shape.num_kv_heads
-        some = {size: _Some(self.tiles[size]) for size in reversed(sizes)}
+        bundles = {size: _Bundle(self.tiles[size]) for size in reversed(sizes)}
         extra, moved = self._move(folded)
         count = max(1, self.count)
         tiles = 0.0  # of a private node, on average
@@ -150,8 +169,8 @@ class Scale:
             blocks = math.ceil((group.tokens + moved / count) / block)
             tiles += row_tiles * group.number / count
             if blocks:
-                some[size].add(row_tiles * heads * group.number, blocks, group.rows * group.number, group.number)
-                some[size].reads.append((group.tokens * group.number * heads / block, row_tiles))
+                bundles[size].add(row_tiles * heads * group.number, blocks, group.rows * group.number, group.number)
+                bundles[size].reads.append((group.tokens * group.number * heads / block, row_tiles))
         last = self.size(self.private[0].rows, sizes) if self.private else sizes[0]
         times = [kind[3] * tiles for kind in self.kinds]  # programs that read a token of a node
         for i in reversed(range(len(times))):
@@ -165,10 +184,10 @@ class Scale:
             if parent >= 0:
                 times[parent] += times[i] * n / self.counts[parent]
             if tokens:
-                some[size].reads.append((tokens * n * heads / block, times[i]))
+                bundles[size].reads.append((tokens * n * heads / block, times[i]))
                 if not folded[i]:
-                    some[size].add(int(times[i]) * heads * n, -(-(tokens + extra[i]) // block), rows * n, n)
-        return self._total([(size, part) for size, part in some.items() if part.entries])
+                    bundles[size].add(int(times[i]) * heads * n, -(-(tokens + extra[i]) // block), rows * n, n)
+        return self._total([(size, bundle) for size, bundle in bundles.items() if bundle.entries])
 
     def _move(self, folded: list[bool]) -> tuple[list[int], int]:
         """Tokens that each kind takes on from those folded above it, and all private nodes together."""
@@ -180,20 +199,20 @@ class Scale:
             total += readers * passed[i] * self.counts[i]
         return extra, total
 
-    def _total(self, launches: list[tuple[int, _Some]]) -> float:
+    def _total(self, launches: list[tuple[int, _Bundle]]) -> float:
         hw, loads, before = self.hw, [], 0.0
-        for size, some in launches:
-            load = Load(size, some.tile.per_sm, some.programs, some.reads, 1, self.block[size])
+        for size, bundle in launches:
+            load = Load(size, bundle.tile.per_sm, bundle.programs, bundle.reads, 1, self.block[size])
             work = load.busy(hw.costs, hw.num_sms)
-            some.tile = pick_tile(hw, self.shape, size, some.programs, before > BESIDE * work)
-            load.per_sm = some.tile.per_sm
+            bundle.tile = pick_tile(hw, self.shape, size, bundle.programs, before > BESIDE * work)
+            load.per_sm = bundle.tile.per_sm
             loads.append(load)
             before += work
         rows, states = 0, 0
-        for load, (_, some), least in zip(loads, launches, hidden(loads, hw), strict=True):
-            part = Cuttable(some.split, some.longest, some.blocks, some.programs).part(some.tile, hw.num_sms, least)
-            load.programs, load.longest = some.split(part), min(part, some.longest)
-            for _, blocks, packed, count in some.entries:
+        for load, (_, bundle), least in zip(loads, launches, hidden(loads, hw), strict=True):
+            part = Cuttable(bundle.split, bundle.longest, bundle.blocks, bundle.programs).part(bundle.tile, hw.num_sms, least)
+            load.programs, load.longest = bundle.split(part), min(part, bundle.longest)
+            for _, blocks, packed, count in bundle.entries:
                 splits = -(-blocks // part)
                 rows += packed * splits
                 states += count * splits
@@ -201,7 +220,7 @@ class Scale:
         return predict(loads, 0.0 if direct else self._state_bytes(rows), hw).us
 
 
-class _Some:
+class _Bundle:
     """Nodes of one launch. Entries are nodes that are cut alike: programs of one split, blocks of a node, rows, nodes."""
 
     __slots__ = ("blocks", "entries", "longest", "programs", "reads", "tile")

@@ -20,7 +20,7 @@ from cascade_fd.testing import inputs, numerics, oracle
 from cascade_fd.tiles import tile_rows
 
 # Costs under which whatever can be folded is, and under which nodes of few tokens are (of the model that ``make`` plans for).
-DEAR = Costs(0.0, 1e6, 1e6, 1e6, (TileCost(64, 1, 0.01, 0.0, 1.0, 1.0),))
+DEAR = Costs(0.0, 1e6, 0.0, 1e6, (TileCost(64, 1, 0.01, 0.0, 1.0, 1.0),))
 STATES = Costs(0.0, 0.0, 0.0, 50.0, (TileCost(64, 1, 0.01, 0.0, 1.0, 1.0),))
 HARDWARE = [
     PRESETS["cpu"],
