@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -19,6 +19,7 @@ from cascade_fd.levels import Level
 from cascade_fd.ops.attend import attend
 from cascade_fd.ops.merge import merge, merge_, merge_ragged
 from cascade_fd.planning.planner import plan
+from cascade_fd.planning.worklist import Plan
 from cascade_fd.state import AttentionState
 from cascade_fd.tree import PrefixTree
 
@@ -54,13 +55,12 @@ CASES = (
 )
 
 
-def launch_all(case: Case, hw: Hardware) -> None:
-    """Run one shared and one private level, and the merges, of ``case`` on meta tensors."""
-    store = _store(case)
+def plans(case: Case, hw: Hardware) -> Iterator[Plan]:
+    """One shared and one private level of each batch, with every size of tile that the rows ask for."""
     for B, q_len in case.batches:
         levels = [Level([0, B], [1 << 14], _table(case, 1)), Level(range(B + 1), [1 << 14] * B, _table(case, B))]
         tree = PrefixTree.from_levels(levels, q_lens=q_len)
-        made = plan(
+        yield plan(
             tree,
             num_q_heads=case.num_q_heads,
             num_kv_heads=case.num_kv_heads,
@@ -68,8 +68,15 @@ def launch_all(case: Case, hw: Hardware) -> None:
             dtype=case.dtype,
             device="meta",
             hardware=hw,
+            share="always",
         )
-        q = torch.empty(B * q_len, case.num_q_heads, case.head_dim, dtype=case.dtype, device="meta")
+
+
+def launch_all(case: Case, hw: Hardware) -> None:
+    """Run the plans, and the merges, of ``case`` on meta tensors."""
+    store = _store(case)
+    for made in plans(case, hw):
+        q = torch.empty(made.num_rows, case.num_q_heads, case.head_dim, dtype=case.dtype, device="meta")
         state = attend(q, store, made, backend="triton")
     _merges(state)
 

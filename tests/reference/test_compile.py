@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from cascade_fd.precompile import ARCHS, CASES
+from cascade_fd.hardware import PRESETS
+from cascade_fd.precompile import ARCHS, CASES, plans
+from cascade_fd.tiles import tile_rows
 
 CODE = """
 import json, sys
@@ -16,6 +18,14 @@ case = CASES[int(sys.argv[2])]
 variants = compile_case(case, sys.argv[1])
 print(json.dumps([[v.name, v.num_warps, v.shared, v.registers, problems(v, sys.argv[1])] for v in variants]))
 """
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_size_of_tile_is_compiled(arch):
+    """Whatever the cost model would choose."""
+    case, hw = CASES[0], PRESETS[arch]
+    launched = {launch.tile.block_m for made in plans(case, hw) for launch in made.launches}
+    assert launched == set(tile_rows(hw, case.dtype, (case.head_dim, case.head_dim)))
 
 
 @pytest.mark.slow
