@@ -16,6 +16,7 @@ from cascade_fd.planning.worklist import (
     OUT_ROW,
     PRIVATE_NODE,
     PRIVATE_START,
+    Q_END,
     ROW0,
     START,
     STATE,
@@ -35,15 +36,12 @@ INVARIANT_STATES = 32  # the merge's tile, whatever the most states of a row in 
 def assemble(tree: PrefixTree, work: Work, groups: list[Group], frame: Frame, choice: Choice) -> Plan:
     """Number the states, build every array, and bring them to the device in one copy."""
     slots, is_direct, first_state = _states(tree, work)
-    columns = np.zeros((len(tree.nodes), 3), np.int64)
-    columns[:, 0], columns[:, 2] = lens_index(tree), first_state
-    if tree.causal and tree.has_private:
-        columns[tree.num_shared :, 1] = work.offsets[1:]  # one past the last row of the request
-    lens = np.empty(len(columns), np.int64)
-    lens[columns[:, 0]] = work.nodes.stop
+    whole = _whole(tree, work, first_state)
+    lens = np.empty(len(whole), np.int64)
+    lens[whole[:, NODE]] = work.nodes.stop
     rows, merged, indptr = _row_tables(tree, work, slots, is_direct)
     ordered, states = frame.asked.split == "stream_k", int(slots.max(initial=1))
-    items = [_items(tree, work, group, columns, ordered) for group in groups]
+    items = [_items(tree, work, group, whole, ordered) for group in groups]
     floors = _floors(tree)
     arrays = _upload([rows.ravel(), merged, indptr, lens, floors, *(x.ravel() for x in items)], frame.device)
     launch_of = np.full(len(tree.nodes), -1)
@@ -154,35 +152,41 @@ def _row_order(tree: PrefixTree, offsets: np.ndarray) -> np.ndarray:
     return np.repeat(begin - offsets[:-1], tree.q_lens) + np.arange(tree.num_rows)
 
 
-def _items(tree: PrefixTree, work: Work, group: Group, columns: np.ndarray, ordered: bool) -> np.ndarray:
-    """``[N, 8]`` items of some nodes: by node, then split, then row tile, so that tiles of one KV range run side by side.
+def _whole(tree: PrefixTree, work: Work, first_state: np.ndarray) -> np.ndarray:
+    """``[nodes, 8]`` every node as a single item, with its row instead of where that is in a table."""
+    whole = np.zeros((len(tree.nodes), 8), np.int64)
+    whole[:, ROW0], whole[:, NUM_ROWS], whole[:, TABLE_ROW] = work.row0, work.num_rows, work.nodes.row
+    whole[:, START], whole[:, STOP] = work.nodes.start, work.stop
+    whole[:, NODE], whole[:, STATE] = lens_index(tree), first_state
+    if tree.causal and tree.has_private:
+        whole[tree.num_shared :, Q_END] = work.offsets[1:]  # one past the last row of the request
+    return whole
 
-    ``columns [nodes, 3]``: NODE, Q_END, and the STATE of the node's first split or -1.
-    """
-    nodes, tile, mine = work.nodes, group.tile, group.nodes
-    table = tree.tables[int(nodes.level[mine[0]])]
+
+def _items(tree: PrefixTree, work: Work, group: Group, whole: np.ndarray, ordered: bool) -> np.ndarray:
+    """``[N, 8]`` items of some nodes: by node, then split, then row tile, so that tiles of one KV range run side by side."""
+    tile, mine = group.tile, group.nodes
+    table = tree.tables[int(tree.nodes.level[mine[0]])]
     tiles = ceil(work.num_rows[mine], tile.block_m)
     counts = work.splits[mine] * tiles
     total = int(counts.sum())
-    items = np.empty((total, 8), np.int64)
-    node, split, offset = mine, np.zeros(1, np.int64), np.zeros(1, np.int64)  # one split, one row tile
-    if total != len(mine):
+    items = whole[mine]
+    if total != len(mine):  # several splits or row tiles
         node = np.repeat(mine, counts)
-        local = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        split = local
+        items = whole[node]
+        split = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         if tiles.max() > 1:
-            split, row_tile = np.divmod(local, np.repeat(tiles, counts))
+            split, row_tile = np.divmod(split, np.repeat(tiles, counts))
             offset = row_tile * tile.block_m
-    chunk, start = work.chunk[node], nodes.start[node]
-    begin = split * chunk - work.lead[node]
-    items[:, ROW0] = work.row0[node] + offset
-    items[:, NUM_ROWS] = np.minimum(tile.block_m, work.num_rows[node] - offset)
-    items[:, TABLE_ROW] = nodes.row[node] if table is None else table.starts[nodes.row[node]]
-    items[:, START] = start + np.maximum(begin, 0)
-    items[:, STOP] = np.minimum(start + begin + chunk, work.stop[node])
-    items[:, NODE:] = columns[node]
-    if total != len(mine):
+            items[:, ROW0] += offset
+            items[:, NUM_ROWS] = np.minimum(tile.block_m, items[:, NUM_ROWS] - offset)
+        chunk = work.chunk[node]
+        begin = split * chunk - work.lead[node]
+        items[:, STOP] = np.minimum(items[:, START] + begin + chunk, items[:, STOP])
+        items[:, START] += np.maximum(begin, 0)
         items[:, STATE] += split * (items[:, STATE] >= 0)
+    if table is not None:
+        items[:, TABLE_ROW] = table.starts[items[:, TABLE_ROW]]
     if ordered:
         return items
     cost = items[:, START] - items[:, STOP]

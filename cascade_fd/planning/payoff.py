@@ -57,15 +57,19 @@ def foldable(tree: PrefixTree) -> np.ndarray:
     limit, which the private node has.
     """
     nodes, S = tree.nodes, tree.num_shared
-    source = np.array([_first_same(tree, level) for level in range(len(tree.tables))])
     child = np.flatnonzero(nodes.parent >= 0)
     parent = nodes.parent[child]
-    adjoins = (source[nodes.level[child]] == source[nodes.level[parent]]) & (nodes.start[child] == nodes.stop[parent])
+    adjoins = nodes.start[child] == nodes.stop[parent]
+    if len(tree.tables) > 1:
+        source = np.array([_first_same(tree, level) for level in range(len(tree.tables))])
+        adjoins &= source[nodes.level[child]] == source[nodes.level[parent]]
     if tree.causal and tree.has_private and (tree.q_lens > 1).any():
-        short = nodes.stop[S:] - nodes.start[S:] < tree.q_lens
-        adjoins &= (child < S) | ~np.concatenate((np.zeros(S, bool), short & (tree.q_lens > 1)))[child]
-    children, good = (np.bincount(parent, weights, minlength=S)[:S] for weights in (None, adjoins))
-    return (children == good) & (children > 0)
+        short = (nodes.stop[S:] - nodes.start[S:] < tree.q_lens) & (tree.q_lens > 1)
+        adjoins &= (child < S) | ~short[child - S]
+    found = np.zeros(S, bool)
+    found[parent] = True
+    found[parent[~adjoins]] = False
+    return found
 
 
 def _first_same(tree: PrefixTree, level: int) -> int:
