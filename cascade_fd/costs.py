@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 # A *block* is one step of the kernel's main loop over BLOCK_KEYS keys of D = Dv = 128 in 2-byte elements. Blocks of other
 # sizes count in proportion to their bytes.
@@ -73,6 +74,11 @@ class Costs:
         tiles = tuple(replace(t, step=t.step * factor, warm=t.warm * factor, cold=t.cold * factor) for t in self.tiles)
         return replace(self, state=self.state * factor, tiles=tiles, source=source)
 
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Costs:
+        """From what ``asdict`` gives."""
+        return cls(**{**fields, "tiles": tuple(TileCost(**tile) for tile in fields["tiles"])})
+
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -81,8 +87,7 @@ class Costs:
     def load(cls, path: Path) -> Costs:
         """Raises ValueError for a file that is no record of costs."""
         try:
-            fields = json.loads(path.read_text())
-            return cls(**{**fields, "tiles": tuple(TileCost(**t) for t in fields["tiles"])})
+            return cls.of(json.loads(path.read_text()))
         except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"path: expected a record that cascade-fd tune wrote, got {path} ({error})") from error
 

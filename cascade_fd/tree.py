@@ -57,6 +57,16 @@ class PrefixTree:
         """Nodes that are not private."""
         return len(self.nodes) - (self.num_requests if self.has_private else 0)
 
+    def source(self, level: int) -> int:
+        """The first level that reads the same table as ``level``. A dense level is its own: its store may be another."""
+        table = self.tables[level]
+        return level if table is None else next(i for i, other in enumerate(self.tables) if other is table)
+
+    @property
+    def sources(self) -> np.ndarray:
+        """``source`` of every level."""
+        return np.array([self.source(level) for level in range(len(self.tables))])
+
     @classmethod
     def from_levels(
         cls, levels: Sequence[Level], *, q_lens: Any = 1, table: PageTable | None = None, causal: bool = True

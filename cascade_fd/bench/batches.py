@@ -6,7 +6,6 @@ Every call of a CUDA graph reads other pages of one pool, so that the L2 is as c
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from cascade_fd.bench.measure import MAX_ERROR
+from cascade_fd.bench.measure import MAX_ERROR, capture_stream, captured, gpu_us, wall_us
 from cascade_fd.hardware import Hardware
 from cascade_fd.kv import PagedKV, PageTable
 from cascade_fd.levels import Level
@@ -159,12 +158,11 @@ def times_us(pool: Pool, batch: Batch, plans: Sequence[Plan]) -> list[float]:
     views, gpu = pool.views(batch), pool.device.type == "cuda"
     calls = [_calls(batch, each, views) for each in plans]
     _check(batch, [some[0]() for some in calls])
-    replays = [_graph(some) if gpu else some[0] for some in calls]
-    once = _gpu_us if gpu else _wall_us
+    replays = [_warmed_graph(some) if gpu else some[0] for some in calls]
     times: list[list[float]] = [[] for _ in plans]
     for i in range(REPLAYS + 1):
         for replay, mine in zip(replays, times, strict=True):
-            mine.append(once(replay) / len(views))
+            mine.append((gpu_us(replay) if gpu else wall_us([replay])) / len(views))
         if i >= FEWEST and sum(map(sum, times)) * len(views) > ENOUGH * len(plans):
             break
     return [statistics.median(mine[1:]) for mine in times]
@@ -188,29 +186,9 @@ def _check(batch: Batch, states: Sequence[AttentionState]) -> None:
             raise RuntimeError(f"{batch}: two plans differ by a relative error of {error:.2e}; not timed")
 
 
-def _graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+def _warmed_graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    with torch.cuda.stream(capture_stream()):
         for call in calls[:2]:
             call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    return graph.replay
-
-
-def _gpu_us(replay: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
-
-
-def _wall_us(replay: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    replay()
-    return (time.perf_counter() - begin) * 1e6
+    return captured(calls)

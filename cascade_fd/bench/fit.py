@@ -16,11 +16,8 @@ CALL = ("launch", "follow", "merge", "state")  # constants of a call
 OWN, COMMON = ("step", "start"), ("warm", "cold")  # of a tile, and of all tiles with as many rows
 PRIOR = 1e-4  # what a constant e times its first value costs, in mean log error: only what no sample shows stays where it was
 BEND = 5e-3  # below this error the loss is quadratic
-STEPS, ENOUGH, FARTHEST = (
-    60,
-    1e-6,
-    2.0,
-)  # of a search: at most so many, until one gains less; and no constant goes farther in one
+# Steps of a search: at most so many, until one gains less; and no constant's logarithm goes farther in one.
+STEPS, ENOUGH, FARTHEST = 60, 1e-6, 2.0
 NUDGE = 1e-4  # for derivatives
 
 Name = tuple[str, int, int]  # field, rows, programs per SM; 0 where a constant is of all

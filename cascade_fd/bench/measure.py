@@ -75,21 +75,17 @@ def timer(calls: Sequence[Callable[[], object]], device: torch.device) -> Callab
     On a GPU that is one replay of a graph that goes round all ``calls``; slow calls make shorter graphs.
     """
     if device.type != "cuda":
-        return lambda: _wall_us(calls) / len(calls)
-    stream = _capture_stream()
+        return lambda: wall_us(calls) / len(calls)
+    stream = capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
-        once = _gpu_us(calls[-1])  # with host time: an upper bound
+        once = gpu_us(calls[-1])  # with host time: an upper bound
     most = int(min(24.0, GRAPH_US / once))
     rounds = max(1, -(-most // len(calls)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    return lambda: _gpu_us(graph.replay) / (rounds * len(calls))
+    replay = captured(rounds * [*calls])
+    return lambda: gpu_us(replay) / (rounds * len(calls))
 
 
 def medians_us(timers: Sequence[Callable[[], float]], replays: int) -> list[float]:
@@ -103,12 +99,21 @@ def replays_on(device: torch.device) -> int:
 
 
 @functools.cache
-def _capture_stream() -> torch.cuda.Stream:
+def capture_stream() -> torch.cuda.Stream:
     """One for all: torch's streams are a few that come round again, so a new one could be one that a call forks to."""
     return torch.cuda.Stream()
 
 
-def _gpu_us(call: Callable[[], object]) -> float:
+def captured(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """What replays ``calls`` as one CUDA graph. They ran on ``capture_stream`` before, so that nothing is compiled here."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capture_stream()):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def gpu_us(call: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -117,7 +122,7 @@ def _gpu_us(call: Callable[[], object]) -> float:
     return begin.elapsed_time(end) * 1e3
 
 
-def _wall_us(calls: Sequence[Callable[[], object]]) -> float:
+def wall_us(calls: Sequence[Callable[[], object]]) -> float:
     begin = time.perf_counter()
     for call in calls:
         call()

@@ -15,7 +15,7 @@ from rich.progress import track
 from cascade_fd.bench.batches import Batch, Pool, plan_of, times_us, tree_of
 from cascade_fd.bench.fit import Sample
 from cascade_fd.bench.measure import machine
-from cascade_fd.costs import Costs, TileCost
+from cascade_fd.costs import Costs
 from cascade_fd.hardware import H200, Hardware, hardware_of
 from cascade_fd.planning.cost import Load
 from cascade_fd.planning.facts import facts_of, loads_of, state_bytes
@@ -63,9 +63,7 @@ class Measured:
         """Raises ValueError for a file that holds no samples."""
         try:
             head, *rest = map(json.loads, path.read_text().splitlines())
-            costs = head["hardware"]["costs"]
-            costs = Costs(**{**costs, "tiles": tuple(TileCost(**tile) for tile in costs["tiles"])})
-            hardware = Hardware(**{**head["hardware"], "costs": costs})
+            hardware = Hardware(**{**head["hardware"], "costs": Costs.of(head["hardware"]["costs"])})
             samples = [Sample(**{**line, "loads": tuple(map(_load, line["loads"]))}) for line in rest]
             return cls(hardware, head["triton"], head["date"], tuple(samples))
         except (TypeError, KeyError, ValueError) as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cascade_fd.costs import BLOCK_BYTES, Costs
 from cascade_fd.hardware import Hardware
+from cascade_fd.planning.worklist import Shape
 
 TAIL = 0.2  # of the time that slots would idle in a last wave that is not full, if waves did not overlap
 
@@ -59,9 +60,9 @@ class Prediction:
     bound: str
 
 
-def block_size(head_dims: tuple[int, int], itemsize: int, block_n: int) -> float:
-    """Bytes of a block in units of ``BLOCK_BYTES``."""
-    return sum(head_dims) * itemsize * block_n / BLOCK_BYTES
+def block_size(shape: Shape, block_n: int) -> float:
+    """Bytes of a block of ``block_n`` keys in units of ``BLOCK_BYTES``."""
+    return sum(shape.head_dims) * shape.dtype.itemsize * block_n / BLOCK_BYTES
 
 
 def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Costs | None = None) -> Prediction:

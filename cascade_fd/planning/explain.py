@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cascade_fd.hardware import Hardware
-from cascade_fd.planning.facts import Facts, facts_of, merged_rows, predicted
+from cascade_fd.planning.facts import Facts, facts_of, merged_rows, predicted, state_bytes
 from cascade_fd.planning.worklist import Plan
 
 MOST = 8  # groups, and launches, that are listed
@@ -72,11 +72,7 @@ def _shared(plan: Plan, facts: Facts) -> list[str]:
         counts = (i, facts.depth[i], facts.readers[i], facts.tokens[i], facts.row_tiles[i], plan.splits[i])
         rows.append([*(f"{n:,}" for n in counts), reason(plan, i), abbreviate(_requests(plan, i))])
     lines = [f"Shared    {_count(len(shared), 'node')}; each is read once for all its requests", *_table(rows, words=2)]
-    if len(shown) < len(shared):
-        rest = np.setdiff1d(shared, shown)
-        readers, tokens = _range(facts.readers[rest]), _range(facts.tokens[rest])
-        lines.append(f"          and {len(rest):,} more of {readers} requests and {tokens} tokens")
-    return lines
+    return lines + _rest(np.setdiff1d(shared, shown), facts.readers, facts.tokens)
 
 
 def _folded(plan: Plan, facts: Facts) -> list[str]:
@@ -91,11 +87,14 @@ def _folded(plan: Plan, facts: Facts) -> list[str]:
     for i in np.sort(shown).tolist():
         rows.append([f"{i:,}", f"{facts.readers[i]:,}", f"{tokens[i]:,}", reason(plan, i), abbreviate(_requests(plan, i))])
     lines = [f"Folded    {_count(len(away), 'node')}; each is read with each of its children", *_table(rows, words=2)]
-    if len(shown) < len(away):
-        rest = np.setdiff1d(away, shown)
-        readers, left = _range(facts.readers[rest]), _range(tokens[rest])
-        lines.append(f"          and {len(rest):,} more of {readers} requests and {left} tokens")
-    return lines
+    return lines + _rest(np.setdiff1d(away, shown), facts.readers, tokens)
+
+
+def _rest(nodes: np.ndarray, readers: np.ndarray, tokens: np.ndarray) -> list[str]:
+    """A line for the nodes that are not listed, if there are any."""
+    if not len(nodes):
+        return []
+    return [f"          and {len(nodes):,} more of {_range(readers[nodes])} requests and {_range(tokens[nodes])} tokens"]
 
 
 def _weightiest(facts: Facts, shared: np.ndarray) -> np.ndarray:
@@ -169,10 +168,8 @@ def _launches(plan: Plan, facts: Facts, hw: Hardware) -> list[str]:
 
 
 def _merge(plan: Plan) -> list[str]:
-    shape = plan.shape
-    size = plan.slots_used * shape.num_q_heads * (shape.v_head_dim + 1) * 4  # o and lse, float32
     merged = merged_rows(plan)
-    slots = f"{_count(plan.slots_used, 'workspace slot')} ({_si(size, 'B')})"
+    slots = f"{_count(plan.slots_used, 'workspace slot')} ({_si(state_bytes(plan), 'B')})"
     return [f"Merge     {_count(merged, 'row')} merged from {slots}, {_count(plan.num_rows - merged, 'row')} written directly"]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from cascade_fd.hardware import Hardware
 from cascade_fd.nodes import offsets_of
 from cascade_fd.planning.cost import Load, Prediction, block_size, predict
+from cascade_fd.planning.layout import states_of
 from cascade_fd.planning.worklist import Plan
 
 
@@ -113,7 +114,7 @@ def loads_of(plan: Plan, facts: Facts) -> list[Load]:
     for i, launch in enumerate(plan.launches):
         mine, tile, block = (where == i) & (own > 0), launch.tile, launch.tile.block_n
         reads = list(zip((shape.num_kv_heads / block * own[mine]).tolist(), times[mine].tolist(), strict=True))
-        size = block_size(shape.head_dims, shape.dtype.itemsize, block)
+        size = block_size(shape, block)
         programs = launch.count * shape.num_kv_heads
         loads.append(Load(tile.block_m, tile.per_sm, programs, reads, launch.max_tokens / block, size))
     return loads
@@ -121,19 +122,13 @@ def loads_of(plan: Plan, facts: Facts) -> list[Load]:
 
 def state_bytes(plan: Plan) -> int:
     """Bytes of all partial states, which are written once and read once."""
-    return plan.slots_used * plan.shape.num_q_heads * (plan.shape.v_head_dim + 1) * 4
+    return plan.slots_used * plan.shape.num_q_heads * plan.shape.state_bytes
 
 
 def merged_rows(plan: Plan) -> int:
     """Query rows that the merge writes: those of several states, or of none. ``plan.merge`` has room for others too."""
-    nodes, splits, B = plan.nodes, plan.splits, plan.tree.num_requests
-
-    def each(values: np.ndarray) -> np.ndarray:  # sums over the nodes that a request reads
-        return np.cumsum(np.bincount(nodes.first, values, B + 1) - np.bincount(nodes.last, values, B + 1))[:B]
-
-    others = offsets_of(each(splits) != 1)
-    direct = (splits == 1) & (others[nodes.last] == others[nodes.first])
-    return int(plan.tree.q_lens[each(direct) == 0].sum())
+    _, _, is_direct = states_of(plan.nodes, plan.splits, plan.tree.num_requests)
+    return int(plan.tree.q_lens[~is_direct].sum())
 
 
 def _readers(plan: Plan, facts: Facts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -73,19 +73,24 @@ def assemble(tree: PrefixTree, work: Work, groups: list[Group], frame: Frame, ch
 
 
 def _states(tree: PrefixTree, work: Work) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per request its workspace slots and whether it has none since it has one state; per node its rows' first state or -1.
-
-    Rows with one state are written directly, if that holds for all rows of the node that has it.
-    """
+    """Per request its workspace slots, and whether it is direct, see ``states_of``; per node its rows' first state or -1."""
     if not tree.num_shared:
         alone = work.splits == 1
         return np.where(alone, 0, work.splits), alone, -1 * alone
-    nodes, B = work.nodes, tree.num_requests
-    states = _per_request(nodes, work.splits, B)
-    several = offsets_of(states != 1)
-    direct = (work.splits == 1) & (several[nodes.last] == several[nodes.first])
-    is_direct = _per_request(nodes, direct, B) > 0
+    nodes = work.nodes
+    states, direct, is_direct = states_of(nodes, work.splits, tree.num_requests)
     return np.where(is_direct, 0, states), is_direct, np.where(direct, -1, nodes.sum_above(work.splits))
+
+
+def states_of(nodes: Nodes, splits: np.ndarray, B: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per request how many states; per node whether its rows have no other and are written directly; per request the same.
+
+    Rows with one state are written directly, if that holds for all rows of the node that has it.
+    """
+    states = _per_request(nodes, splits, B)
+    several = offsets_of(states != 1)
+    direct = (splits == 1) & (several[nodes.last] == several[nodes.first])
+    return states, direct, _per_request(nodes, direct, B) > 0
 
 
 def _per_request(nodes: Nodes, values: np.ndarray, B: int) -> np.ndarray:

@@ -61,7 +61,7 @@ def foldable(tree: PrefixTree) -> np.ndarray:
     parent = nodes.parent[child]
     adjoins = nodes.start[child] == nodes.stop[parent]
     if len(tree.tables) > 1:
-        source = np.array([_first_same(tree, level) for level in range(len(tree.tables))])
+        source = tree.sources
         adjoins &= source[nodes.level[child]] == source[nodes.level[parent]]
     if tree.causal and tree.has_private and (tree.q_lens > 1).any():
         short = (nodes.stop[S:] - nodes.start[S:] < tree.q_lens) & (tree.q_lens > 1)
@@ -70,11 +70,6 @@ def foldable(tree: PrefixTree) -> np.ndarray:
     found[parent] = True
     found[parent[~adjoins]] = False
     return found
-
-
-def _first_same(tree: PrefixTree, level: int) -> int:
-    table = tree.tables[level]
-    return level if table is None else next(i for i, other in enumerate(tree.tables) if other is table)
 
 
 def _private(num_rows: np.ndarray, tokens: np.ndarray) -> tuple[Private, ...]:

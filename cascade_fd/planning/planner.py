@@ -15,7 +15,7 @@ from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
 from cascade_fd.planning.weigh import BESIDE, pick_tile
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
-from cascade_fd.tiles import AttendTile, attend_tile, tile_rows
+from cascade_fd.tiles import AttendTile, tile_rows
 from cascade_fd.tree import PrefixTree
 
 
@@ -144,7 +144,7 @@ def _load(tile: AttendTile, programs: np.ndarray, tokens: np.ndarray, shape: Sha
     heads, count = shape.num_kv_heads, int(programs.sum())
     blocks = int((tokens * programs).sum()) / tile.block_n
     unique = int(tokens.sum()) * heads / tile.block_n
-    size = block_size(shape.head_dims, shape.dtype.itemsize, tile.block_n)
+    size = block_size(shape, tile.block_n)
     return Load(tile.block_m, tile.per_sm, count, [(unique, blocks / max(unique, 1))], 1.0, size)
 
 
@@ -187,7 +187,7 @@ def _invariant_splits(tree: PrefixTree, work: Work, frame: Frame) -> list[Group]
     work.splits = ceil(work.tokens, FIXED_TOKENS)
     sizes = tile_rows(hw, shape.dtype, shape.head_dims)
     groups = _group(tree, work.tokens, np.where(shared, 64, work.num_rows), sizes)
-    return [Group(attend_tile(hw, shape.dtype, shape.head_dims, size), nodes, np.ones_like(nodes)) for size, nodes in groups]
+    return [Group(pick_tile(hw, shape, size), nodes, np.ones_like(nodes)) for size, nodes in groups]
 
 
 def _group(tree: PrefixTree, tokens: np.ndarray, num_rows: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
@@ -198,8 +198,7 @@ def _group(tree: PrefixTree, tokens: np.ndarray, num_rows: np.ndarray, sizes: tu
     kind = np.minimum(np.searchsorted(sizes, num_rows), len(sizes) - 1)
     key = len(sizes) - 1 - kind
     if len(tree.tables) > 1:
-        source = np.array([i if table is None else tree.tables.index(table) for i, table in enumerate(tree.tables)])
-        key = key * len(tree.tables) + source[tree.nodes.level]
+        key = key * len(tree.tables) + tree.sources[tree.nodes.level]
     keys = sorted(set(key[live].tolist()))
     nodes = [live] if len(keys) == 1 else [live[key[live] == k] for k in keys]
     return [(sizes[kind[n[0]]], n) for n in nodes]

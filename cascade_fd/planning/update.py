@@ -56,7 +56,7 @@ def update(plan: Plan, new: Plan | PrefixTree) -> None:
     for i, old in enumerate(plan.launches):
         if i not in place:
             old.items.zero_()
-            level = (_source(plan, old),)
+            level = (plan.tree.source(old.levels[0]),)
             launches[i] = replace(old, levels=level, max_tokens=0, id_range=None, max_row=-1, max_stop=0, count=0)
     for i, mine in zip(place, new.launches, strict=True):
         _fill(plan.launches[i].items, mine.items, 0)
@@ -113,7 +113,7 @@ def _matches(plan: Plan, new: Plan) -> list[int]:
         place.append(at)
     sizes = [0 if table is None else table.page_size for table in new.tree.tables]
     for i, old in enumerate(plan.launches):
-        level = _source(plan, old)
+        level = plan.tree.source(old.levels[0])
         if i not in place and sizes[level : level + 1] != [old.page_size]:  # it is launched all the same
             raise ValueError(
                 f"other: expected pages of {old.page_size} (0: a dense store) at level {level} too, which the plan reads, got "
@@ -125,10 +125,4 @@ def _matches(plan: Plan, new: Plan) -> list[int]:
 def _key(plan: Plan, launch: Launch) -> tuple[object, ...]:
     """What a captured launch cannot change."""
     table = None if launch.ids is None else (launch.ids.data_ptr(), launch.ids.dtype, launch.page_size, launch.table_stride)
-    return launch.tile, table, _source(plan, launch)
-
-
-def _source(plan: Plan, launch: Launch) -> int:
-    """The first level that reads the launch's table, which says where in the list of stores its own is."""
-    tables, level = plan.tree.tables, launch.levels[0]
-    return level if tables[level] is None else next(i for i, table in enumerate(tables) if table is tables[level])
+    return launch.tile, table, plan.tree.source(launch.levels[0])  # the last: which of the stores is its own

@@ -71,9 +71,7 @@ class Scale:
         self.shape, self.hw = shape, hw = where.shape, where.hw
         self.sizes = where.sizes
         self.tiles = {size: pick_tile(hw, shape, size) for size in self.sizes}
-        self.block = {
-            size: block_size(shape.head_dims, shape.dtype.itemsize, tile.block_n) for size, tile in self.tiles.items()
-        }
+        self.block = {size: block_size(shape, tile.block_n) for size, tile in self.tiles.items()}
 
     @staticmethod
     def size(rows: int, sizes: tuple[int, ...]) -> int:
@@ -142,7 +140,7 @@ class Scale:
         return programs * self.hw.costs.tile(size, tile.per_sm).warm * self.block[size] / (tile.block_n * self.hw.num_sms)
 
     def _state_bytes(self, packed_rows: float) -> float:
-        return packed_rows * self.shape.num_kv_heads * (self.shape.v_head_dim + 1) * 4
+        return packed_rows * self.shape.num_kv_heads * self.shape.state_bytes
 
     def _size_sets(self) -> list[tuple[int, ...]]:
         """Sets of tile sizes, first what rows ask for. Each further size is a further launch."""

@@ -43,6 +43,11 @@ class Shape:
     def head_dims(self) -> tuple[int, int]:
         return self.head_dim, self.v_head_dim
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row and head of a partial state: o and lse, float32."""
+        return (self.v_head_dim + 1) * 4
+
 
 @dataclass(frozen=True, eq=False)
 class Launch:

@@ -95,6 +95,27 @@ def three_levels(target, m, q_len=1):
     return [root, left, right, *leaves], contexts
 
 
+def three_levels_in_one_table(target, m):
+    """``three_levels`` with whole contexts in each request's pages: contexts, store and tree."""
+    _, contexts = three_levels(target, m)
+    levels = [Level([0, 5], [20]), Level([0, 2, 5], [9, 16]), Level(range(6), [3, 0, 40, 8, 2])]
+    return contexts, *in_one_table(target, contexts, levels)
+
+
+def prefix_in_one_table(target, m, prefix_len, lens, q_lens=1):
+    """A prefix that all share, before ``lens`` tokens of their own, whole contexts in each request's pages: likewise."""
+    prefix, *suffixes = inputs.contexts(m, [prefix_len, *lens])
+    contexts = inputs.join(prefix, suffixes)
+    levels = [Level([0, len(lens)], [prefix_len]), Level(range(len(lens) + 1), lens)]
+    return contexts, *in_one_table(target, contexts, levels, q_lens)
+
+
+def in_one_table(target, contexts, levels, q_lens=1):
+    store, table = inputs.paged(contexts, 8)
+    pages = PageTable.from_block_table(target.put(table), 8)
+    return target.put(store), PrefixTree.from_levels(levels, q_lens=q_lens, table=pages)
+
+
 @pytest.mark.parametrize("split", ["wave", 1, 3])
 def test_tree_with_a_table_per_level(target, split):
     m = target.model()
@@ -114,13 +135,10 @@ def test_tree_with_a_table_per_level(target, split):
 def test_tree_over_one_request_table(target, split):
     """Whole contexts in each request's pages; shared nodes read the first request's row, starting inside a page."""
     m = target.model()
-    _, contexts = three_levels(target, m)
-    store, table = inputs.paged(contexts, 8)
-    levels = [Level([0, 5], [20]), Level([0, 2, 5], [9, 16]), Level(range(6), [3, 0, 40, 8, 2])]
-    tree = PrefixTree.from_levels(levels, table=PageTable.from_block_table(target.put(table), 8))
+    contexts, store, tree = three_levels_in_one_table(target, m)
     q = target.queries(m, 5)
     plan = make_plan(target, tree, m, split=split)
-    target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts)
+    target.check(cf.attend(q, store, plan, backend=target.backend), q, contexts)
 
 
 def test_one_plan_serves_growing_and_shrinking_lengths(target):
@@ -174,16 +192,12 @@ def test_shared_only_and_rows_without_keys(target):
 def test_a_finished_request_is_empty_whatever_it_shared(target, split):
     """Lengths from the request's start: 0 is below the private node, so the shared tokens do not count either."""
     m = target.model()
-    prefix, *suffixes = inputs.contexts(m, [32, 5, 20, 9])
-    contexts = inputs.join(prefix, suffixes)
-    store, table = inputs.paged(contexts, 8)
-    levels = [Level([0, 3], [32]), Level(range(4), [5, 20, 9])]
-    tree = PrefixTree.from_levels(levels, table=PageTable.from_block_table(target.put(table), 8))
+    contexts, store, tree = prefix_in_one_table(target, m, 32, [5, 20, 9])
     plan = make_plan(target, tree, m, split=split)
     q = target.queries(m, 3)
     lens = [37, 0, 41]
     plan.set_lengths(target.put(torch.tensor(lens)))
-    state = cf.attend(q, target.put(store), plan, backend=target.backend)
+    state = cf.attend(q, store, plan, backend=target.backend)
     empty = tuple(x[:0] for x in contexts[1])
     target.check(state, q, [contexts[0], empty, contexts[2]])
     assert (state.lse[1] == -torch.inf).all()

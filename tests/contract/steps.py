@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import cascade_fd as cf
-from cascade_fd import Level, PageTable, PrefixTree
+from cascade_fd import PageTable, PrefixTree
 from cascade_fd.costs import Costs, TileCost
 from cascade_fd.testing import inputs
-from tests.contract.cascade import make_plan, three_levels
+from tests.contract.cascade import make_plan, prefix_in_one_table, three_levels_in_one_table
 
 PAGE, WIDTH, REQUESTS = 4, 24, 6  # tokens per page, pages per request, requests
 PAGES = 400
@@ -88,28 +88,21 @@ def five_sms(target):
 def test_a_declared_tree_however_it_is_shared(target, share, split):
     """Whole contexts in each request's pages: nodes that are folded are read there, from the middle of a page on or not."""
     m = target.model()
-    _, contexts = three_levels(target, m)
-    store, table = inputs.paged(contexts, 8)
-    levels = [Level([0, 5], [20]), Level([0, 2, 5], [9, 16]), Level(range(6), [3, 0, 40, 8, 2])]
-    tree = PrefixTree.from_levels(levels, table=PageTable.from_block_table(target.put(table), 8))
+    contexts, store, tree = three_levels_in_one_table(target, m)
     q = target.queries(m, 5)
     plan = make_plan(target, tree, m, split=split, share=share, hardware=five_sms(target))
     assert plan.choice.folded.sum() == {"always": 0, "never": 3}.get(share, plan.choice.folded.sum())
-    target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts)
+    target.check(cf.attend(q, store, plan, backend=target.backend), q, contexts)
 
 
 @pytest.mark.parametrize("share", ["always", "never"])
 def test_several_rows_over_a_folded_prefix(target, share):
     """Draft rows are causal among themselves, and see all that was shared."""
     m = target.model()
-    prefix, *suffixes = inputs.contexts(m, [24, 3, 40, 9])
-    contexts = inputs.join(prefix, suffixes)
-    store, table = inputs.paged(contexts, 8)
-    levels = [Level([0, 3], [24]), Level(range(4), [3, 40, 9])]
-    tree = PrefixTree.from_levels(levels, q_lens=3, table=PageTable.from_block_table(target.put(table), 8))
+    contexts, store, tree = prefix_in_one_table(target, m, 24, [3, 40, 9], q_lens=3)
     plan = make_plan(target, tree, m, share=share, hardware=five_sms(target))
     q = target.queries(m, 9)
-    target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts, q_lens=3)
+    target.check(cf.attend(q, store, plan, backend=target.backend), q, contexts, q_lens=3)
 
 
 @pytest.mark.parametrize("share", ["always", "never"])
