@@ -20,7 +20,6 @@ class Sweep:
         return each.name == OURS or each.setting in self.settings
 
 
-FA3 = ("flat, num_splits=auto", "flat, num_splits=auto, schedule ahead")
-SWEEPS = {
-    "context": Sweep(CONTEXT_CASES, ("flashinfer", "fa3", "vllm", "ours"), frozenset((*FA3, "decode", "tensor-core decode"))),
-}
+FEW = ("flat, num_splits=auto", "flat, num_splits=auto, schedule ahead", "decode", "tensor-core decode")
+CONTIGUOUS = ("flash, contiguous KV", "cudnn, contiguous KV", "contiguous KV, a batch")  # of those that must be asked for
+SWEEPS = {"context": Sweep(CONTEXT_CASES, ("flashinfer", "fa3", "vllm", "ours"), frozenset(FEW + CONTIGUOUS))}

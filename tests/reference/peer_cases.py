@@ -1,9 +1,11 @@
 """Small cases for the tests of benchmarks/peers, and what they must give."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 
+from benchmarks.peers.parts import side_stream
 from cascade_fd.bench.cases import Case
 from cascade_fd.bench.workload import build, build_sets
 
@@ -71,8 +73,7 @@ class Stream:
 
 def fake_streams(monkeypatch):
     """Streams that run nothing apart; what is forked and joined is in ``Stream.log``."""
-    from contextlib import nullcontext
-
+    side_stream.cache_clear()
     Stream.made, Stream.log = [], []
     main = Stream("main")
     monkeypatch.setattr(torch.cuda, "Stream", Stream)

@@ -14,10 +14,10 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import fa3, flashinfer, race, vllm_fa3
+from benchmarks.peers import fa3, flashinfer, flex, race, vllm_fa3
 from benchmarks.peers.__main__ import main, run, show
-from benchmarks.peers.provider import OURS, Provider, over
-from benchmarks.peers.sweeps import SWEEPS
+from benchmarks.peers.provider import OURS, Provider, over, sdpa
+from benchmarks.peers.sweeps import CONTIGUOUS
 from benchmarks.peers.ways import flat_ways
 from cascade_fd.bench.cases import CASES, CONTEXT_CASES, READ_RATE
 from cascade_fd.bench.measure import MAX_ERROR, Row, measure, medians_us, row_of
@@ -164,9 +164,11 @@ def test_the_context_sweep_takes_few_settings_that_exist(asked):
     assert cases == list(CONTEXT_CASES.values()) and one == [CONTEXT_CASES["b1t512"]]
     assert names == ["flashinfer", "fa3", "vllm", "ours"]
     settings = [*map(str, fa3.FLAT), *(str(way) for way in flat_ways(CONTEXT_CASES["b1t131072"]))]
-    assert sum(wanted(Provider("x", setting, fails)) for setting in settings) == 4 == len(SWEEPS["context"].settings)
+    assert sum(wanted(Provider("x", setting, fails)) for setting in settings) == 4
     assert sum(wanted(Provider("x", str(setting), fails)) for setting in vllm_fa3.FLAT) == 2
     assert wanted(Provider(OURS, "whatever", fails))
+    others = [*sdpa(load_of("decode")), *flex.providers(load_of("decode"))]
+    assert {each.setting for each in others if wanted(each)} == set(CONTIGUOUS)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,9 @@ def test_levels_on_streams_fork_and_join(fake, monkeypatch):
     torch.testing.assert_close(run(), every_row(load), rtol=1e-5, atol=1e-5)
     sides = ["side 1", "side 2", "side 3"]
     assert Stream.log == [(side, "main") for side in sides] + [("main", side) for side in sides]
+    (again,) = fa3.prepare(fa3._call, fa3.Setting(by_level=True, streams=True), [load])
+    again()
+    assert len(Stream.made) == 4  # no setting makes more of them
 
 
 def test_settings_have_names_of_their_own_and_fill_the_device(monkeypatch):
