@@ -1,6 +1,6 @@
 """FlashInfer over a case's pages: its single calls, and one call per level, merged by its own kernel.
 
-A setting is planned once for all input sets. Only what ran without faults in one process with everything else is here: no XQA.
+A setting is planned once for all input sets. XQA is left out: it is compiled for each group size and number of rows.
 """
 
 from __future__ import annotations
