@@ -17,16 +17,10 @@ def shift(m):
 
 
 @triton.jit
-def fold_scores(m, l, acc, s, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``.
-
-    Without masks every score is finite, so the guard of ``shift`` is left out of the main loop.
-    """
+def fold_scores(m, l, acc, s, v, PRECISION: tl.constexpr):
+    """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    if MASKED:
-        base = shift(m_new)
-    else:
-        base = m_new
+    base = shift(m_new)
     p = tl.exp2(s - base[:, None])
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
