@@ -52,6 +52,40 @@ class MergeTile:
     num_warps: int
 
 
+@dataclass(frozen=True)
+class HopperTile:
+    """Resources of one program of the Hopper kernel, which takes the items of the 128-row tile. One program per SM.
+
+    Attributes:
+        block_n: keys per step of the main loop.
+        num_stages: tiles of keys, and of values, that fit in shared memory beside 128 rows of q.
+        consumer_regs, producer_regs: registers of a thread that multiplies and of one that fetches.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    consumer_regs: int
+    producer_regs: int
+
+
+# Three stages and q take 225 KiB at D = 128. These registers are the ones that spill nothing with Triton 3.6 and with 3.9.
+HOPPER = HopperTile(128, 128, 3, 224, 56)
+HOPPER_DIMS = (64, 128)
+
+
+def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], block_m: int, page_size: int) -> tuple[str, ...]:
+    """Why the Hopper kernel cannot take the items of a tile, as far as a plan can tell; empty if it can."""
+    wanted = {
+        "the GPU is a Hopper GPU (sm_90)": arch == "sm_90",
+        f"{HOPPER.block_m} packed rows share a program": block_m == HOPPER.block_m,
+        "q and the cache are bfloat16 or float16": dtype in (torch.bfloat16, torch.float16),
+        f"head dims are in {HOPPER_DIMS}": all(dim in HOPPER_DIMS for dim in head_dims),
+        "the page size is a multiple of 16": page_size % 16 == 0,
+    }
+    return tuple(reason for reason, holds in wanted.items() if not holds)
+
+
 # (arch, bytes per element) -> tiles, by rows, then by how many fit an SM.
 # sm_90, 2 bytes: measured on an H200, D = 128, page 16, 2026-11-29 (benchmarks/NOTES.md). Of 16 and 32 rows there are two:
 # three stages and two programs per SM read fastest when that holds all the work; else two stages and four per SM, which

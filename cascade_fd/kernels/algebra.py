@@ -17,15 +17,24 @@ def shift(m):
 
 
 @triton.jit
+def weigh(m, l, s, scale):
+    """Add scores ``s [M, N]`` to m and l. Returns these, the weights ``[M, N]``, and the factor for what was added up before.
+
+    ``scale``, which is positive, puts scores in log2 units; they are -inf where masked.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    base = shift(m_new)
+    p = tl.exp2(s * scale - base[:, None])
+    alpha = tl.exp2(m - base)
+    return m_new, l * alpha + tl.sum(p, 1), p, alpha
+
+
+@triton.jit
 def fold_scores(m, l, acc, s, v, PRECISION: tl.constexpr):
     """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    base = shift(m_new)
-    p = tl.exp2(s - base[:, None])
-    alpha = tl.exp2(m - base)
-    l = l * alpha + tl.sum(p, 1)
+    m, l, p, alpha = weigh(m, l, s, 1.0)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return m_new, l, acc
+    return m, l, acc
 
 
 @triton.jit
