@@ -20,7 +20,7 @@ class TileCost:
     """Costs of one of the attend kernel's tiles.
 
     Attributes:
-        rows, per_sm: packed rows per program, and programs per SM: which tile.
+        rows, per_sm, kernel: packed rows per program, programs per SM, and which kernel: which tile.
         step: microseconds per block of a program, however empty the device is: the latency that one program cannot beat.
         start: microseconds of a whole SM per program, for its start and its end, when the device is full.
         warm: microseconds of a whole SM per block when the device is full and keys come from the cache.
@@ -33,6 +33,7 @@ class TileCost:
     start: float
     warm: float
     cold: float
+    kernel: str = "attend"
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,29 @@ class Costs:
     tiles: tuple[TileCost, ...]
     source: str = ""
 
-    def tile(self, rows: int, per_sm: int) -> TileCost:
-        """Costs of a tile: its own, or of the next with as many rows or more, or of the largest."""
-        found = self._known.get((rows, per_sm))
+    def tile(self, rows: int, per_sm: int, kernel: str = "attend") -> TileCost:
+        """Costs of a tile: its own, or of the kernel's next with as many rows or more, or of its largest, or another kernel's."""
+        found = self._known.get((rows, per_sm, kernel))
         if found is None:
-            as_large = [t for t in self.tiles if t.rows >= rows] or list(self.tiles[-1:])
+            tiles = [t for t in self.tiles if t.kernel == kernel] or list(self.tiles)
+            as_large = [t for t in tiles if t.rows >= rows] or tiles[-1:]
             same_rows = [t for t in as_large if t.rows == as_large[0].rows]
             found = next((t for t in same_rows if t.per_sm >= per_sm), same_rows[-1])
-            self._known[rows, per_sm] = found
+            self._known[rows, per_sm, kernel] = found
         return found
 
+    def knows(self, kernel: str) -> bool:
+        """Whether there are constants for a kernel at all."""
+        return any(t.kernel == kernel for t in self.tiles)
+
+    def preferring(self, kernel: str) -> Costs:
+        """The same, but where this kernel has a tile, no other one pays."""
+        rows = {t.rows for t in self.tiles if t.kernel == kernel}
+        tiles = tuple(replace(t, start=1e9) if t.kernel != kernel and t.rows in rows else t for t in self.tiles)
+        return replace(self, tiles=tiles)
+
     @functools.cached_property
-    def _known(self) -> dict[tuple[int, int], TileCost]:
+    def _known(self) -> dict[tuple[int, int, str], TileCost]:
         return {}
 
     def scaled(self, factor: float, source: str) -> Costs:
@@ -109,17 +121,18 @@ def measured(gpu: str) -> Costs | None:
 ON_CPU = Costs(0.0, 0.0, 0.0, 0.0, (TileCost(64, 1, 0.0, 0.0, 1.0, 1.0),), "work alone")
 
 H200 = Costs(
-    launch=4.47,
-    follow=1.69,
-    merge=1.14,
-    state=0.522,
+    launch=3.19,
+    follow=1.23,
+    merge=1.42,
+    state=0.411,
     tiles=(
-        TileCost(16, 2, 1.02, 1.02, 0.439, 0.973),
-        TileCost(16, 4, 1.77, 0.801, 0.439, 0.973),
-        TileCost(32, 2, 1.57, 1.41, 0.257, 1.09),
-        TileCost(32, 4, 1.9, 0.451, 0.257, 1.09),
-        TileCost(64, 1, 1.12, 3.81, 0.199, 1.04),
-        TileCost(128, 1, 0.894, 3.35, 1.14, 1.43),
+        TileCost(16, 2, 1.23, 1.13, 0.431, 0.963),
+        TileCost(16, 5, 1.65, 0.755, 0.431, 0.963),
+        TileCost(32, 2, 1.38, 2.77, 0.279, 0.984),
+        TileCost(32, 4, 3.56, 0.416, 0.279, 0.984),
+        TileCost(64, 1, 0.877, 4.99, 0.575, 1.18),
+        TileCost(128, 1, 1.33, 6.72, 0.598, 1.47),
+        TileCost(128, 1, 0.801, 9.02, 0.439, 1.07, "hopper"),
     ),
     source="measured on NVIDIA H200, 2026-11-30, triton 3.6.0",
 )

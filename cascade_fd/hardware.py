@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,9 +45,10 @@ class Hardware:
         return found is not None and int(found[1]) >= 90
 
 
-def _guess(num_sms: int, bandwidth: float) -> Costs:
+def _guess(num_sms: int, bandwidth: float, arch: str = "") -> Costs:
     """The H200's costs with blocks slower in proportion to the bandwidth per SM: until ``cascade-fd tune`` has measured."""
-    return costs.H200.scaled((4.6e12 / 132) / (bandwidth / num_sms), "guessed from the bandwidth; cascade-fd tune measures")
+    found = costs.H200.scaled((4.6e12 / 132) / (bandwidth / num_sms), "guessed from the bandwidth; cascade-fd tune measures")
+    return found if arch == "sm_90" else replace(found, tiles=tuple(t for t in found.tiles if t.kernel == "attend"))
 
 
 CPU = Hardware("CPU", "cpu", 1, 1 << 20, 2e10, costs=costs.ON_CPU)
@@ -69,7 +70,7 @@ def _of_cuda(index: int) -> Hardware:
     sms = props.multi_processor_count
     own = costs.measured(props.name)
     if own is None:
-        own = known.costs if known and known.num_sms == sms else _guess(sms, bandwidth)
+        own = known.costs if known and known.num_sms == sms else _guess(sms, bandwidth, arch)
     return Hardware(props.name, arch, sms, smem, bandwidth, matmul_rate, own)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,9 @@ CASES = (
 
 
 def plans(case: Case, hw: Hardware) -> Iterator[Plan]:
-    """One shared and one private level of each batch, with every size of tile that the rows ask for."""
-    for B, q_len in case.batches:
+    """One shared and one private level of each batch, with every size of tile that the rows ask for, and by every kernel."""
+    kernels = [kernel for kernel in ("attend", "hopper") if hw.costs.knows(kernel)]
+    for (B, q_len), kernel in product(case.batches, kernels):
         levels = [Level([0, B], [1 << 14], _table(case, 1)), Level(range(B + 1), [1 << 14] * B, _table(case, B))]
         tree = PrefixTree.from_levels(levels, q_lens=q_len)
         yield plan(
@@ -67,7 +69,7 @@ def plans(case: Case, hw: Hardware) -> Iterator[Plan]:
             head_dim=case.head_dim,
             dtype=case.dtype,
             device="meta",
-            hardware=hw,
+            hardware=replace(hw, costs=hw.costs.preferring(kernel)),
             share="always",
         )
 

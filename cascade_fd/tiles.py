@@ -6,6 +6,7 @@ Measured rows come from benchmarks/NOTES.md; the rest are first guesses that com
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ class AttendTile:
         per_sm: programs that should be resident on one SM: slots = num_sms * per_sm.
         fits: programs that can be resident; ``attend_tile`` counts them by shared memory.
         registers: most registers per thread; 0: as many as the compiler likes (NVIDIA only).
+        kernel: "attend", the portable one, or "hopper".
     """
 
     block_m: int
@@ -33,6 +35,7 @@ class AttendTile:
     per_sm: int
     fits: int = 1
     registers: int = 0
+    kernel: str = "attend"
 
     def smem(self, arch: str, head_dims: tuple[int, int], itemsize: int) -> int:
         """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (on NVIDIA) q."""
@@ -52,36 +55,22 @@ class MergeTile:
     num_warps: int
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """Resources of one program of the Hopper kernel, which takes the items of the 128-row tile. One program per SM.
-
-    Attributes:
-        block_n: keys per step of the main loop.
-        num_stages: tiles of keys, and of values, that fit in shared memory beside 128 rows of q.
-        consumer_regs, producer_regs: registers of a thread that multiplies and of one that fetches.
-    """
-
-    block_m: int
-    block_n: int
-    num_stages: int
-    consumer_regs: int
-    producer_regs: int
-
-
-# Three stages and q take 225 KiB at D = 128. These registers are the ones that spill nothing with Triton 3.6 and with 3.9.
-HOPPER = HopperTile(128, 128, 3, 224, 56)
+# One warp fetches and two groups of four warps multiply. Three stages and q take 225 KiB at D = 128. So many registers, of a
+# thread that multiplies and of one that fetches, spill nothing with Triton 3.6 and with 3.9.
+HOPPER = AttendTile(128, 128, 9, 3, 1, registers=224, kernel="hopper")
+HOPPER_FETCH_REGISTERS = 56
 HOPPER_DIMS = (64, 128)
+HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, it keeps to the portable kernel
 
 
-def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], block_m: int, page_size: int) -> tuple[str, ...]:
-    """Why the Hopper kernel cannot take the items of a tile, as far as a plan can tell; empty if it can."""
+def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page_size: int) -> tuple[str, ...]:
+    """Why the Hopper kernel cannot take a launch, as far as a plan can tell; empty if it can."""
     wanted = {
         "the GPU is a Hopper GPU (sm_90)": arch == "sm_90",
-        f"{HOPPER.block_m} packed rows share a program": block_m == HOPPER.block_m,
         "q and the cache are bfloat16 or float16": dtype in (torch.bfloat16, torch.float16),
         f"head dims are in {HOPPER_DIMS}": all(dim in HOPPER_DIMS for dim in head_dims),
         "the page size is a multiple of 16": page_size % 16 == 0,
+        f"{HOPPER_SWITCH} is not 0": os.environ.get(HOPPER_SWITCH) != "0",
     }
     return tuple(reason for reason, holds in wanted.items() if not holds)
 
@@ -94,7 +83,7 @@ def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], bloc
 _ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
     ("sm_90", 2): (
         AttendTile(16, 64, 2, 3, 2),
-        AttendTile(16, 64, 2, 2, 4),
+        AttendTile(16, 64, 2, 2, 5),
         AttendTile(32, 64, 2, 3, 2),
         AttendTile(32, 64, 2, 2, 4),
         AttendTile(64, 128, 4, 2, 1, registers=248),

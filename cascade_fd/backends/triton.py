@@ -38,7 +38,8 @@ def partial_states(
         chain = min(i + 1, 2) if plan.chained and _can_chain(device) else 0
         store = stores[launch.levels[0]]
         arguments = (q, store, plan, launch, partials, out, scales, chain)
-        if hopper_can(plan, launch, store, scales[0]) or not launch_hopper(*arguments):
+        by_hopper = launch.tile.kernel == "hopper" and not hopper_can(plan, launch, store, scales[0])
+        if not by_hopper or not launch_hopper(*arguments):
             launch_attend(*arguments)
     return partials
 

@@ -95,10 +95,17 @@ def tree_of(batch: Batch, device: torch.device) -> PrefixTree:
     return PrefixTree.from_levels(levels, q_lens=batch.q_len, table=table)
 
 
-def plan_of(batch: Batch, tree: PrefixTree, hw: Hardware, share: str = "auto", sizes: Sequence[int] = ()) -> Plan:
-    """A plan of the batch's ``tree``. ``sizes``: share with tiles of no other rows than these; the smallest is among them."""
+def plan_of(
+    batch: Batch, tree: PrefixTree, hw: Hardware, share: str = "auto", sizes: Sequence[int] = (), kernel: str = ""
+) -> Plan:
+    """A plan of the batch's ``tree``.
+
+    ``sizes``: share with tiles of no other rows than these; the smallest is among them. ``kernel``: one to use where it can be.
+    """
     table = tree.tables[0]
     assert table is not None
+    if kernel:
+        hw = replace(hw, costs=hw.costs.preferring(kernel))
     return plan(
         tree,
         num_q_heads=batch.num_q_heads,

@@ -20,7 +20,7 @@ BEND = 5e-3  # below this error the loss is quadratic
 STEPS, ENOUGH, FARTHEST = 60, 1e-6, 2.0
 NUDGE = 1e-4  # for derivatives
 
-Name = tuple[str, int, int]  # field, rows, programs per SM; 0 where a constant is of all
+Name = tuple[str, int, int, str]  # field, rows, programs per SM, kernel; 0 and "" where a constant is of all
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,22 @@ def log_errors(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> np.ndar
 
 
 def _names(costs: Costs) -> list[Name]:
-    own = [(field, tile.rows, tile.per_sm) for tile in costs.tiles for field in OWN]
-    common = [(field, rows, 0) for rows in sorted({tile.rows for tile in costs.tiles}) for field in COMMON]
-    return [*((field, 0, 0) for field in CALL), *own, *common]
+    own = [(field, tile.rows, tile.per_sm, tile.kernel) for tile in costs.tiles for field in OWN]
+    sizes = dict.fromkeys((tile.rows, tile.kernel) for tile in costs.tiles)
+    common = [(field, rows, 0, kernel) for rows, kernel in sizes for field in COMMON]
+    return [*((field, 0, 0, "") for field in CALL), *own, *common]
 
 
 def _get(costs: Costs, name: Name) -> float:
-    field, rows, per_sm = name
-    return float(getattr(costs.tile(rows, per_sm) if rows else costs, field))
+    field, rows, per_sm, kernel = name
+    return float(getattr(costs.tile(rows, per_sm, kernel) if rows else costs, field))
 
 
 def _record(like: Costs, values: dict[Name, float]) -> Costs:
     tiles = []
     for tile in like.tiles:
-        own: dict[str, Any] = {field: values[field, tile.rows, tile.per_sm] for field in OWN}
-        common: dict[str, Any] = {field: values[field, tile.rows, 0] for field in COMMON}
+        own: dict[str, Any] = {field: values[field, tile.rows, tile.per_sm, tile.kernel] for field in OWN}
+        common: dict[str, Any] = {field: values[field, tile.rows, 0, tile.kernel] for field in COMMON}
         tiles.append(replace(tile, **own, **common))
-    call: dict[str, Any] = {field: values[field, 0, 0] for field in CALL}
+    call: dict[str, Any] = {field: values[field, 0, 0, ""] for field in CALL}
     return replace(like, tiles=tuple(tiles), **call)

@@ -89,25 +89,28 @@ def measure(device: torch.device) -> Measured:
 
 
 def plans_of(batch: Batch, device: torch.device, hw: Hardware) -> dict[str, Plan]:
-    """The plans to time, by ``share`` and tile sizes. Those that were to share, but do better without, would come twice."""
+    """The plans to time, by ``share``, tile sizes, kernel. Those that were to share, but do better without, would come twice."""
     tree, plans = tree_of(batch, device), {}
-    for share, sizes in variants(batch, tile_rows(hw, torch.bfloat16, (batch.head_dim, batch.head_dim))):
-        plan = plan_of(batch, tree, hw, share, sizes)
+    rows = tile_rows(hw, torch.bfloat16, (batch.head_dim, batch.head_dim))
+    for share, sizes, kernel in variants(batch, rows, hw.costs.knows("hopper")):
+        plan = plan_of(batch, tree, hw, share, sizes, kernel)
         if share == "never" or not plan.choice.folded.any():
-            plans[f"{share} {'+'.join(map(str, sizes))}".strip()] = plan
+            plans[f"{share} {'+'.join(map(str, sizes))} {kernel}".strip()] = plan
     return plans
 
 
-def variants(batch: Batch, sizes: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """``share`` and the tile sizes to keep to, () for all: so that each size also reads what larger ones would read for it."""
+def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """``share``, the tile sizes to keep to, () for all, so that each size also reads what larger ones would; and the kernel."""
     if batch.prefix and batch.flat_tokens <= MOST_FLAT:
-        yield "never", ()
-    yield "always", ()
+        yield "never", (), ""
+    yield "always", (), "attend" if hopper else ""
+    if hopper and batch.packed > 64:
+        yield "always", (), "hopper"
     smaller = [size for size in sizes if size < batch.packed][: len(sizes) - 1] if batch.prefix else []
     if smaller:
-        yield "auto", (smaller[0],)
+        yield "auto", (smaller[0],), ""
     if len(smaller) > 1:
-        yield "auto", (smaller[0], smaller[-1])
+        yield "auto", (smaller[0], smaller[-1]), ""
 
 
 def sample_of(label: str, plan: Plan, us: float) -> Sample:

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cascade_fd.kernels.algebra import NEG_INF, fold_scores, inverse, log_sum
 from cascade_fd.kernels.launch import may_enter_early, run
 from cascade_fd.kernels.loaders import key_offsets, load_tile, page_ids
-from cascade_fd.tiles import padded
+from cascade_fd.tiles import attend_tile, padded
 
 _INT32_MAX = 2**31 - 1
 NO_LENGTH = tl.constexpr(2**31 - 1)  # of a request without a private node: it is never finished
@@ -61,7 +61,8 @@ def attend_kernel(
 ):
     """Arguments as in ``Launch``; qk_scale puts scores in log2 units, lse_scale puts the output's lse in its base.
 
-    DIRECT: whether items may have a STATE below 0. CHAIN 1: the launch after this one may enter as soon as all programs here have started. CHAIN 2: so did this one.
+    DIRECT: whether items may have a STATE below 0. CHAIN 1: the launch after this one may enter as soon as all programs here
+    have started. CHAIN 2: so did this one.
     """
     if CHAIN > 0:
         gdc_launch_dependents()
@@ -102,12 +103,12 @@ def attend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     n = tl.arange(0, BLOCK_N)
     pos = tl.minimum(start + n, stop - 1)
-    page = page_ids(ids_ptr, pos, start < stop, PAGE_SIZE)  # page ids are loaded one tile ahead
+    page = page_ids(ids_ptr, pos, pos >= start, PAGE_SIZE)  # one tile ahead; none of an empty range
     for n0 in range(start, stop, BLOCK_N):
         k_offsets = key_offsets(page, pos, stride_k_p, stride_k_t, PAGE_SIZE, WIDE)
         v_offsets = key_offsets(page, pos, stride_v_p, stride_v_t, PAGE_SIZE, WIDE)
         pos = tl.minimum(n0 + BLOCK_N + n, stop - 1)
-        page = page_ids(ids_ptr, pos, True, PAGE_SIZE)
+        page = page_ids(ids_ptr, pos, None, PAGE_SIZE)
         k = load_tile(k_ptr, k_offsets, True, D, BLOCK_D, False)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if n0 + BLOCK_N > seen_by_all:
@@ -121,16 +122,19 @@ def attend_kernel(
     o = acc * inverse(l)[:, None]
     lse = log_sum(m, l, 1.0, 1.0)
     d = tl.arange(0, BLOCK_DV)
-    o_ok = row_ok[:, None] & (d < DV)[None, :]
     if DIRECT:  # The only state of its rows goes straight to the output. Masks, since two branches cost 50 registers.
-        direct = state < 0
+        num_direct = tl.where(state < 0, num_rows, 0)
+        direct = r < num_direct
         o_offsets = out_row * stride_out_t + head * stride_out_h
-        tl.store(out_ptr + o_offsets[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=o_ok & direct)
+        tl.store(
+            out_ptr + o_offsets[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=direct[:, None] & (d < DV)[None, :]
+        )
         lse_offsets = out_row * stride_lse_t + head.to(tl.int64) * stride_lse_h
-        tl.store(lse_ptr + lse_offsets, lse * lse_scale, mask=row_ok & direct)
-        row_ok = row_ok & (state >= 0)
-        o_ok = o_ok & (state >= 0)
-    first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0)  # loaded before the loop it costs 58 registers
+        tl.store(lse_ptr + lse_offsets, lse * lse_scale, mask=direct)
+        row_ok = r < num_rows - num_direct
+    # Loaded before the loop, this would cost 58 registers.
+    first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0)
+    o_ok = row_ok[:, None] & (d < DV)[None, :]
     part = (first_slot.to(tl.int64) + state) * (HKV * G) + head
     tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok, eviction_policy="evict_last")
     tl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
@@ -142,6 +146,8 @@ def launch_attend(q, store, plan, launch, partials, out, scales, chain=0):
     ``scales``: the kernel's qk_scale and lse_scale. ``chain``: its CHAIN.
     """
     shape, tile, k, v = plan.shape, launch.tile, store.k, store.v
+    if tile.kernel != "attend":  # planned for a kernel that cannot run here; items are the same
+        tile = attend_tile(plan.hardware, shape.dtype, shape.head_dims, tile.block_m)
     items, ids = launch.items, launch.ids
     tensors = (
         q,

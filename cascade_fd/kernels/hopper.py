@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import warnings
 import weakref
 from typing import Any
@@ -17,25 +16,19 @@ import torch
 from cascade_fd.kernels.launch import TRITON, is_recording, may_enter_early, run
 from cascade_fd.kv import KVStore
 from cascade_fd.planning.worklist import Launch, Plan
-from cascade_fd.tiles import HOPPER, hopper_lacks
+from cascade_fd.tiles import HOPPER, HOPPER_FETCH_REGISTERS, hopper_lacks
 
-SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, it keeps to the portable kernel
 _TESTED = (3, 6), (3, 9)  # releases of Triton
 _MOST_BYTES = 1 << 40  # a stride that TMA can take is shorter
 
 _failed: list[str] = []  # why it is not tried again
 _described: weakref.WeakKeyDictionary[KVStore, tuple[list[str], tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-_lacks = functools.lru_cache(hopper_lacks)
 
 
 def hopper_can(plan: Plan, launch: Launch, store: KVStore, qk_scale: float = 1.0) -> list[str]:
-    """Why the Hopper kernel cannot take a launch; empty if it can."""
+    """Why the Hopper kernel cannot take a launch that was planned for it; empty if it can."""
     shape = plan.shape
-    reasons = [*_lacks(plan.hardware.arch, shape.dtype, shape.head_dims, launch.tile.block_m, launch.page_size)]
-    if reasons:  # most launches; nothing else is worth its time then
-        return reasons
-    if os.environ.get(SWITCH) == "0":
-        reasons.append(f"{SWITCH} is not 0")
+    reasons = [*hopper_lacks(plan.hardware.arch, shape.dtype, shape.head_dims, launch.page_size)]
     if not qk_scale > 0:
         reasons.append("sm_scale is positive")
     return [*reasons, *_failed, *available(plan.device), *_descriptors(store)[0]]
@@ -59,8 +52,7 @@ def available(device: torch.device) -> tuple[str, ...]:
 def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
     """Launch once, with arguments as ``launch_attend`` has them, if ``hopper_can``. Returns whether that was done.
 
-    It is not where it does not compile (one warning, and no further attempt), nor where launches are only compiled, since the
-    portable kernel is wanted there too.
+    It is not where it does not compile: one warning, and no further attempt.
     """
     shape, items, ids = plan.shape, launch.items, launch.ids
     tensors = (
@@ -84,7 +76,7 @@ def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
             raise
         _give_up(error)
         return False
-    return not is_recording()
+    return True
 
 
 def _give_up(error: Exception) -> None:
@@ -111,8 +103,8 @@ def _hopper_arguments(shape, page_size, chain, q, table, out, lse):
         "BLOCK_N": HOPPER.block_n,
         "BOX": _box_tokens(page_size),
         "STAGES": HOPPER.num_stages,
-        "CONSUMER_REGS": HOPPER.consumer_regs,
-        "PRODUCER_REGS": HOPPER.producer_regs,
+        "CONSUMER_REGS": HOPPER.registers,
+        "PRODUCER_REGS": HOPPER_FETCH_REGISTERS,
         "CHAIN": chain,
         "num_warps": 4,
         **may_enter_early(chain == 2),

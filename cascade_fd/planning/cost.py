@@ -1,19 +1,20 @@
 """The cost model: predicted time of a call from a few numbers per launch. Constants are ``costs.Costs``.
 
 A full device takes a block's share of an SM for every block; no launch is done before its longest item is. Launches that
-overlap add up their blocks, launches in sequence their times.
+overlap add up their blocks, launches in sequence their times. A launch of the Hopper kernel takes whole SMs: it comes first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cascade_fd.costs import BLOCK_BYTES, Costs
 from cascade_fd.hardware import Hardware
 from cascade_fd.planning.worklist import Shape
 
+OVERLAP = 0.5  # of the times of launches that overlap, but for the longest, what is hidden
 TAIL = 0.2  # of the time that slots would idle in a last wave that is not full, if waves did not overlap
 
 
@@ -22,7 +23,7 @@ class Load:
     """One launch.
 
     Attributes:
-        rows, per_sm: its tile.
+        rows, per_sm, kernel: its tile.
         programs: how many.
         reads: pairs of blocks of different keys, all KV heads, and how many programs read each of them: about at the same time,
             so that all but the first find it in the cache.
@@ -36,10 +37,11 @@ class Load:
     reads: Sequence[tuple[float, float]]
     longest: float
     size: float = 1.0
+    kernel: str = "attend"
 
     def busy(self, costs: Costs, num_sms: int) -> float:
         """Microseconds that a full device takes for all blocks."""
-        tile = costs.tile(self.rows, self.per_sm)
+        tile = costs.tile(self.rows, self.per_sm, self.kernel)
         work, first = 0.0, tile.cold - tile.warm
         for blocks, times in self.reads:
             work += blocks * (first + times * tile.warm)
@@ -47,9 +49,19 @@ class Load:
         waves = self.programs / (num_sms * self.per_sm)
         return busy * (1 + TAIL * (math.ceil(waves) / waves - 1)) if waves > 1 else busy
 
+    @property
+    def alone(self) -> bool:
+        """Whether no program of another launch finds room beside it."""
+        return self.kernel == "hopper"
+
+    def cut_evenly(self, num_sms: int) -> Load:
+        """The same with items as long as equal shares of all blocks: before it is known how nodes are cut."""
+        blocks = sum(number * times for number, times in self.reads)
+        return replace(self, longest=max(1.0, blocks / (num_sms * self.per_sm)))
+
     def chain(self, costs: Costs) -> float:
         """Microseconds that the longest item takes alone."""
-        return self.size * self.longest * costs.tile(self.rows, self.per_sm).step
+        return self.size * self.longest * costs.tile(self.rows, self.per_sm, self.kernel).step
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,8 @@ def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Cost
     busy, chains = [load.busy(costs, hw.num_sms) for load in loads], [load.chain(costs) for load in loads]
     if hw.overlaps:
         fixed, work, chain = costs.launch + costs.follow * (len(loads) - 1), sum(busy), max(chains)
-        us = fixed + _longer(work, chain)
+        times = [_longer(*both) for both in zip(busy, chains, strict=True)]
+        us = fixed + sum(times) - _hidden_us(loads, times, hw)
     else:
         fixed, work, chain = costs.launch * len(loads), sum(busy), sum(chains)
         us = fixed + sum(map(_longer, busy, chains))
@@ -82,6 +95,15 @@ def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Cost
         us += costs.merge + costs.state * state_bytes / 1e6
     parts = {"launches": fixed, "reading and multiplying": work, "the longest item": chain}
     return Prediction(us, max(parts, key=parts.__getitem__))
+
+
+def _hidden_us(loads: Sequence[Load], times: Sequence[float], hw: Hardware) -> float:
+    """What launches hide of each other. The next one enters when the last wave of the first has begun."""
+    beside = [i for i, load in enumerate(loads) if not load.alone]
+    if len(beside) < 2:
+        return 0.0
+    first, mine = loads[beside[0]], [times[i] for i in beside]
+    return OVERLAP * (sum(mine) - max(mine)) / max(1, math.ceil(first.programs / (hw.num_sms * first.per_sm)))
 
 
 def _longer(a: float, b: float) -> float:
@@ -100,11 +122,13 @@ def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
 
     ``loads`` are of items of one block.
     """
-    if len(loads) < 2 or not hw.overlaps:
+    beside = [load for load in loads if not load.alone]
+    if len(beside) < 2 or not hw.overlaps:
         return [1] * len(loads)
-    busy = [load.busy(hw.costs, hw.num_sms) for load in loads]
-    total, least = sum(busy), []
-    for i, (load, mine) in enumerate(zip(loads, busy, strict=True)):
-        step = load.chain(hw.costs) * (1 + CROWDED * (1 - mine / total))
-        least.append(max(1, int((HIDDEN_LATER if i else HIDDEN) * total / step)) if step else 1)
+    total = sum(load.busy(hw.costs, hw.num_sms) for load in beside)
+    least = []
+    for load in loads:
+        share = HIDDEN if load is beside[0] else HIDDEN_LATER
+        step = load.chain(hw.costs) * (1 + CROWDED * (1 - load.busy(hw.costs, hw.num_sms) / total))
+        least.append(1 if load.alone or not step else max(1, int(share * total / step)))
     return least

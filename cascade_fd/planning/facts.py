@@ -116,7 +116,7 @@ def loads_of(plan: Plan, facts: Facts) -> list[Load]:
         reads = list(zip((shape.num_kv_heads / block * own[mine]).tolist(), times[mine].tolist(), strict=True))
         size = block_size(shape, block)
         programs = launch.count * shape.num_kv_heads
-        loads.append(Load(tile.block_m, tile.per_sm, programs, reads, launch.max_tokens / block, size))
+        loads.append(Load(tile.block_m, tile.per_sm, programs, reads, launch.max_tokens / block, size, tile.kernel))
     return loads
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from cascade_fd.planning.choice import Choice
 from cascade_fd.planning.weigh import Kind, Private, Scale, Verdict, Where
 from cascade_fd.planning.work import Frame, Work
-from cascade_fd.tiles import tile_rows
+from cascade_fd.tiles import hopper_lacks, tile_rows
 from cascade_fd.tree import PrefixTree
 
 SHARE = ("auto", "always", "never")
@@ -45,9 +45,17 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     kind_of, kinds = _kinds(tree, work, stuck)
     counts = tuple(np.bincount(kind_of, minlength=len(kinds)).tolist())
     S = tree.num_shared
-    verdict = _decide(kinds, counts, _private(work.num_rows[S:], work.tokens[S:]), Where(shape, hw, sizes))
+    where = Where(shape, hw, sizes, not frame.tiles and has_hopper(tree, frame))
+    verdict = _decide(kinds, counts, _private(work.num_rows[S:], work.tokens[S:]), where)
     keep[:S] = verdict.folded[kind_of]
     return Choice(keep, verdict.sizes, verdict.once[kind_of], verdict.each[kind_of], "", stuck, verdict.compared)
+
+
+def has_hopper(tree: PrefixTree, frame: Frame) -> bool:
+    """Whether launches may be planned for the Hopper kernel; what stores and the machine say against it is seen later."""
+    shape, hw = frame.shape, frame.hardware
+    pages = {0 if table is None else table.page_size for table in tree.tables}
+    return hw.costs.knows("hopper") and not any(hopper_lacks(hw.arch, shape.dtype, shape.head_dims, page) for page in pages)
 
 
 def foldable(tree: PrefixTree) -> np.ndarray:

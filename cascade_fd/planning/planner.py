@@ -8,14 +8,14 @@ import torch
 from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_group, check_int
 from cascade_fd.hardware import Hardware, hardware_of
 from cascade_fd.planning.choice import Asked, Choice
-from cascade_fd.planning.cost import Load, block_size, hidden
+from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
-from cascade_fd.planning.payoff import RULES, SHARE, choose
+from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
 from cascade_fd.planning.weigh import BESIDE, pick_tile
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
-from cascade_fd.tiles import AttendTile, tile_rows
+from cascade_fd.tiles import HOPPER, AttendTile, tile_rows
 from cascade_fd.tree import PrefixTree
 
 
@@ -113,23 +113,12 @@ def _check_options(tree: PrefixTree, shape: Shape, split: str | int, share: str,
 
 def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -> list[Group]:
     """Sort the nodes into launches and give every node a split size."""
-    shape, hw, split = frame.shape, frame.hardware, frame.asked.split
-    groups: list[Group] = []
-    loads: list[Load] = []
-    before = 0.0
-    grouped = _group(tree, work.tokens, work.num_rows, choice.sizes)
-    for rows, nodes in grouped:
-        programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
-        load, busy = None, 0.0
-        if len(grouped) > 1:
-            load = _load(pick_tile(hw, shape, rows), programs, work.tokens[nodes], shape)
-            busy = load.busy(hw.costs, hw.num_sms)
-        tile = frame.tiles[rows] if frame.tiles else pick_tile(hw, shape, rows, int(programs.sum()), before > BESIDE * busy)
-        groups.append(Group(tile, nodes, programs))
-        if load:
-            load.per_sm = tile.per_sm
-            loads.append(load)
-            before += busy
+    hw, split = frame.hardware, frame.asked.split
+    kinds = _group(tree, work.tokens, work.num_rows, choice.sizes)
+    launched = _launches(work, kinds, frame)
+    if kinds and kinds[0][0] == HOPPER.block_m and not frame.tiles and has_hopper(tree, frame):
+        launched = min(launched, _launches(work, kinds, frame, hopper=True), key=lambda both: _expected(both[1], hw))
+    groups, loads = launched
     page = _page_sizes(tree, work)
     if isinstance(split, int):
         work.chunk = np.maximum(ceil(ceil(work.tokens, split), page) * page, 1)
@@ -139,13 +128,44 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     return groups
 
 
+def _launches(
+    work: Work, kinds: list[tuple[int, np.ndarray]], frame: Frame, hopper: bool = False
+) -> tuple[list[Group], list[Load]]:
+    """Tile and nodes of every launch, and the launches as the cost model sees them (none, where nothing depends on it)."""
+    shape, hw = frame.shape, frame.hardware
+    groups: list[Group] = []
+    loads: list[Load] = []
+    before = 0.0
+    for rows, nodes in kinds:
+        programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
+        tile, load, busy = HOPPER if hopper and rows == HOPPER.block_m else pick_tile(hw, shape, rows), None, 0.0
+        if len(kinds) > 1 or rows == HOPPER.block_m:
+            load = _load(tile, programs, work.tokens[nodes], shape)
+            busy = load.busy(hw.costs, hw.num_sms)
+        if frame.tiles:
+            tile = frame.tiles[rows]
+        elif tile.kernel == "attend":
+            tile = pick_tile(hw, shape, rows, int(programs.sum()), before > BESIDE * busy)
+        groups.append(Group(tile, nodes, programs))
+        if load:
+            load.per_sm = tile.per_sm
+            loads.append(load)
+            before += 0.0 if load.alone else busy
+    return groups, loads
+
+
+def _expected(loads: list[Load], hw: Hardware) -> float:
+    """Microseconds, before it is known how nodes are cut."""
+    return predict([load.cut_evenly(hw.num_sms) for load in loads], 0.0, hw).us
+
+
 def _load(tile: AttendTile, programs: np.ndarray, tokens: np.ndarray, shape: Shape) -> Load:
     """Unsplit nodes with items of one block, as the cost model sees them; their mean row tiles stand for all."""
     heads, count = shape.num_kv_heads, int(programs.sum())
     blocks = int((tokens * programs).sum()) / tile.block_n
     unique = int(tokens.sum()) * heads / tile.block_n
     size = block_size(shape, tile.block_n)
-    return Load(tile.block_m, tile.per_sm, count, [(unique, blocks / max(unique, 1))], 1.0, size)
+    return Load(tile.block_m, tile.per_sm, count, [(unique, blocks / max(unique, 1))], 1.0, size, tile.kernel)
 
 
 def _cut(work: Work, groups: list[Group], policy: str, hw: Hardware, least: list[int], page: np.ndarray | int) -> None:

@@ -12,7 +12,7 @@ from cascade_fd.hardware import Hardware
 from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.splits import Cuttable
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import AttendTile, attend_tile
+from cascade_fd.tiles import HOPPER, AttendTile, attend_tile
 
 CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
 # Predictions are off by up to 10 %. So between all and nothing the one is taken that is likely, all if two thirds of what is
@@ -40,11 +40,12 @@ class Private(NamedTuple):
 
 
 class Where(NamedTuple):
-    """What is planned for, and the rows that tiles may have."""
+    """What is planned for, the rows that tiles may have, and whether there is the Hopper kernel."""
 
     shape: Shape
     hw: Hardware
     sizes: tuple[int, ...]
+    hopper: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,7 @@ class Scale:
         self.kinds, self.counts, self.private = kinds, counts, private
         self.count = sum(group.number for group in private)
         self.shape, self.hw = shape, hw = where.shape, where.hw
-        self.sizes = where.sizes
+        self.sizes, self.hopper = where.sizes, where.hopper
         self.tiles = {size: pick_tile(hw, shape, size) for size in self.sizes}
         self.block = {size: block_size(shape, tile.block_n) for size, tile in self.tiles.items()}
 
@@ -198,14 +199,21 @@ class Scale:
         return extra, total
 
     def _total(self, launches: list[tuple[int, _Bundle]]) -> float:
+        us = self._timed(launches)
+        if self.hopper and launches and launches[0][0] == HOPPER.block_m:
+            us = min(us, self._timed(launches, hopper=True))
+        return us
+
+    def _timed(self, launches: list[tuple[int, _Bundle]], hopper: bool = False) -> float:
         hw, loads, before = self.hw, [], 0.0
         for size, bundle in launches:
-            load = Load(size, bundle.tile.per_sm, bundle.programs, bundle.reads, 1, self.block[size])
+            kernel = "hopper" if hopper and size == HOPPER.block_m else "attend"
+            load = Load(size, bundle.tile.per_sm, bundle.programs, bundle.reads, 1, self.block[size], kernel)
             work = load.busy(hw.costs, hw.num_sms)
-            bundle.tile = pick_tile(hw, self.shape, size, bundle.programs, before > BESIDE * work)
+            bundle.tile = HOPPER if load.alone else pick_tile(hw, self.shape, size, bundle.programs, before > BESIDE * work)
             load.per_sm = bundle.tile.per_sm
             loads.append(load)
-            before += work
+            before += 0.0 if load.alone else work
         rows, states = 0, 0
         for load, (_, bundle), least in zip(loads, launches, hidden(loads, hw), strict=True):
             part = Cuttable(bundle.split, bundle.longest, bundle.blocks, bundle.programs).part(bundle.tile, hw.num_sms, least)

@@ -1,12 +1,13 @@
 """The Hopper kernel: the results of the portable one, on every kind of launch that it takes, and proof that it ran."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 import cascade_fd as cf
-from cascade_fd import Level, PageTable, PrefixTree
+from cascade_fd import Level, PageTable, PrefixTree, hardware
 from cascade_fd.backends import triton as backend
 from cascade_fd.testing import inputs
 from tests.contract.cascade import make_plan
@@ -17,9 +18,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.fixture
 def target(request):
-    return Target("triton", "cuda", request.param)
+    """bfloat16, unless a test asks for another dtype: each variant takes ten seconds to compile."""
+    return Target("triton", "cuda", getattr(request, "param", torch.bfloat16))
+
+
+both = pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch):
+    """A device on which sharing, and the Hopper kernel, always pay."""
+    hw = hardware.hardware_of("cuda")
+    costs = hw.costs.preferring("hopper")
+    tiles = tuple(replace(t, step=1e-3, start=0.0, warm=1e-3, cold=1e-3) if t.kernel == "hopper" else t for t in costs.tiles)
+    hw = replace(hw, costs=replace(costs, launch=0.0, follow=0.0, merge=0.0, state=0.0, tiles=tiles))
+    monkeypatch.setattr(hardware, "_of_cuda", lambda index: hw)
 
 
 @pytest.fixture
@@ -70,6 +85,7 @@ def over_a_prefix(target, m, prefix_len, page, layout="NHD", split=None):
     target.check(state, q, inputs.join(prefix, suffixes))
 
 
+@both
 def test_smallest(target, ran):
     """One tile of keys: run this first."""
     over_a_prefix(target, model(target, 4), 128, 16, split=1)
@@ -77,15 +93,14 @@ def test_smallest(target, ran):
 
 
 @pytest.mark.parametrize("page", [16, 64, 48, 256, 0])
-@pytest.mark.parametrize("prefix_len", [1, "page-1", "page+1", 129, 700])
+@pytest.mark.parametrize("prefix_len", [1, "page-1", "page+1", 700])
 def test_pages_and_lengths(target, ran, page, prefix_len):
     length = (page or 128) + int(prefix_len.removeprefix("page")) if isinstance(prefix_len, str) else prefix_len
     over_a_prefix(target, model(target, 4), length, page)
     assert ran() == [True]
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (3, 64), (8, 128), (16, 64)])
 def test_groups_and_head_dims(target, ran, group, dim):
     over_a_prefix(target, model(target, group, dim), 333, 16, split=2)
     assert ran() == [True]
@@ -119,11 +134,11 @@ def test_slices_of_an_interleaved_pool(target, ran):
 
 
 @pytest.mark.parametrize("split", ["balanced", "stream_k", 3])
-@pytest.mark.parametrize("page", [8, 16, 32])
+@pytest.mark.parametrize("page", [8, 16])
 def test_nodes_that_start_inside_a_page(target, ran, page, split):
     """Whole contexts in each request's pages; a second shared node starts at token 21. Pages of 8 are not for TMA."""
-    m = model(target, 8)
-    B = 20
+    m = model(target, 4)
+    B = 40
     root, branch, *leaves = inputs.contexts(m, [21, 300, *[3, 0, 40, 9] * (B // 4)])
     contexts = [tuple(torch.cat([root[i], branch[i], leaf[i]]) for i in (0, 1)) for leaf in leaves]
     levels = [Level([0, B], [21]), Level([0, B], [300]), Level(range(B + 1), [3, 0, 40, 9] * (B // 4))]
@@ -138,11 +153,10 @@ def test_nodes_that_start_inside_a_page(target, ran, page, split):
     target.check(cf.attend(q, target.put(store), plan), q, contexts)
 
 
-@pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("lens", [(100, 357, 64), (64, 65, 130)])
-def test_causal_rows_in_a_wide_tile(target, ran, group, lens):
+def test_causal_rows_in_a_wide_tile(target, ran, lens):
     """64 query rows per request, so several tiles of packed rows and several tiles of keys that only some rows see."""
-    m = model(target, group)
+    m = model(target, 4)
     contexts = inputs.contexts(m, lens)
     store, table = inputs.paged(contexts, 16)
     q = target.queries(m, 64 * len(lens))
@@ -156,27 +170,27 @@ def test_causal_rows_in_a_wide_tile(target, ran, group, lens):
 
 
 def test_graph_replay_while_lengths_grow(target, ran):
-    """Private nodes of 20 rows by 8 heads: captured at short lengths, replayed at others, with a finished request between."""
-    m = model(target, 8)
+    """Private nodes of 40 rows by 4 heads: captured at short lengths, replayed at others, with a finished request between."""
+    m = model(target, 4)
     full = inputs.contexts(m, [500, 500, 500])
     store, table = inputs.paged(full, 16)
     store = target.put(store)
     tree = PrefixTree.from_levels(
-        [Level(range(4), [20, 33, 100])], q_lens=20, table=PageTable.from_block_table(target.put(table), 16)
+        [Level(range(4), [40, 53, 100])], q_lens=40, table=PageTable.from_block_table(target.put(table), 16)
     )
     plan = make_plan(target, tree, m, split=3, max_new_tokens=400)
-    q = target.queries(m, 60)
+    q = target.queries(m, 120)
     cf.attend(q, store, plan)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         state = cf.attend(q, store, plan)
     assert ran() == [True, True]
-    for lens in ([20, 33, 100], [127, 128, 129], [420, 0, 256], [21, 433, 500]):
+    for lens in ([40, 53, 100], [127, 128, 129], [420, 0, 256], [41, 433, 500]):
         plan.set_lengths(target.put(torch.tensor(lens)))
         state.o.fill_(torch.nan)
         graph.replay()
-        target.check(state, q, [(k[:t], v[:t]) for (k, v), t in zip(full, lens, strict=True)], q_lens=20)
+        target.check(state, q, [(k[:t], v[:t]) for (k, v), t in zip(full, lens, strict=True)], q_lens=40)
 
 
 def test_negative_scales_and_the_switch_use_the_portable_kernel(target, ran, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 import cascade_fd as cf
 from cascade_fd import Level, PageTable, PrefixTree
 from cascade_fd.hardware import PRESETS
-from cascade_fd.tiles import hopper_lacks
+from cascade_fd.tiles import HOPPER_SWITCH, hopper_lacks
 
 pytest.importorskip("triton")
 
@@ -24,7 +25,13 @@ def plan_of(requests=64, page=16, arch="sm_90", dim=128, dtype=torch.bfloat16):
     table = PageTable.from_block_table(torch.empty(1, 128, dtype=torch.int32, device="meta"), page) if page else None
     tree = PrefixTree.from_levels([Level([0, requests], [640], table)])
     shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": dim, "dtype": dtype}
-    return cf.plan(tree, **shape, device="meta", hardware=PRESETS[arch], share="always")
+    hw = PRESETS[arch]
+    hw = replace(hw, costs=hw.costs.preferring("hopper"))
+    return cf.plan(tree, **shape, device="meta", hardware=hw, share="always")
+
+
+def kernels(made):
+    return [launch.tile.kernel for launch in made.launches]
 
 
 def pool(page=16, dim=128, dtype=torch.bfloat16):
@@ -38,7 +45,7 @@ def reasons(made, store, scale=1.0):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(hopper, "_failed", [])
-    monkeypatch.delenv(hopper.SWITCH, raising=False)
+    monkeypatch.delenv(HOPPER_SWITCH, raising=False)
 
 
 @pytest.fixture
@@ -54,12 +61,13 @@ def test_it_can(known_triton, page):
 
 def test_what_a_plan_says(known_triton):
     store = cf.PagedKV(pool(), pool())
-    assert reasons(plan_of(requests=4), store) == ["128 packed rows share a program"]
+    assert reasons(plan_of(), store) == [] and kernels(plan_of()) == ["hopper"]
     assert reasons(plan_of(page=8), cf.PagedKV(pool(8), pool(8))) == ["the page size is a multiple of 16"]
-    lacks = hopper_lacks("sm_100", torch.float32, (96, 128), 64, 1)
+    others = ({"requests": 4}, {"page": 8}, {"arch": "sm_100"}, {"dim": 96}, {"dtype": torch.float32})
+    assert all(kernels(plan_of(**other)) == ["attend"] for other in others)
+    lacks = hopper_lacks("sm_100", torch.float32, (96, 128), 1)
     assert lacks == (
         "the GPU is a Hopper GPU (sm_90)",
-        "128 packed rows share a program",
         "q and the cache are bfloat16 or float16",
         "head dims are in (64, 128)",
         "the page size is a multiple of 16",
@@ -177,7 +185,7 @@ def test_it_compiles_ahead_of_time_without_spills():
     """And beside it the portable kernel for the same launch, which is what runs where this one is switched off."""
     if hopper.available(torch.device("meta")):
         pytest.skip("not with this Triton")
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", hopper.SWITCH)}
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", HOPPER_SWITCH)}
     run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     variants = {name: rest for name, *rest in json.loads(run.stdout.splitlines()[-1])}

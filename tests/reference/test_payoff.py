@@ -234,7 +234,13 @@ def test_predictions_by_hand():
     assert one.bound == "reading and multiplying"
     assert predict([load], 0, made_up()).us == pytest.approx(one.us - 3 - 8)  # nothing is merged
     two = predict([load, load], 0, made_up())
-    assert two.us == pytest.approx(1 + 10 + 2 * busy * (1 + (5 / (2 * busy)) ** 6) ** (1 / 6))
+    alone = one.us - 1 - 3 - 8
+    assert two.us == pytest.approx(1 + 10 + 1.5 * alone)  # half of the shorter is hidden
+    waves = replace(load, programs=30)  # on 20 slots: the next launch enters when the second wave has begun
+    longer = predict([waves], 0, made_up()).us - 1
+    assert predict([waves, load], 0, made_up()).us == pytest.approx(1 + 10 + longer + 0.75 * alone)
+    hopper = replace(load, kernel="hopper")
+    assert predict([hopper, load], 0, made_up()).us == pytest.approx(1 + 10 + 2 * alone)  # hides nothing
     apart = predict([load, load], 0, made_up(overlap=False))
     assert apart.us == pytest.approx(2 * predict([load], 0, made_up(overlap=False)).us)
     assert predict([replace(load, longest=200)], 0, made_up()).bound == "the longest item"
@@ -254,3 +260,4 @@ def test_items_that_others_hide_may_be_longer():
     first, later = hidden([little, much], made_up()), hidden([much, little], made_up())
     assert first[0] > later[1] > 1  # what starts later has less time
     assert min(hidden([little, little], made_up())) >= 1
+    assert hidden([replace(little, kernel="hopper"), much], made_up()) == [1, 1]  # nothing runs beside the Hopper kernel
