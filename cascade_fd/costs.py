@@ -57,7 +57,7 @@ class Costs:
     source: str = ""
 
     def tile(self, rows: int, per_sm: int, kernel: str = "attend") -> TileCost:
-        """Costs of a tile: its own, or of the kernel's next with as many rows or more, or of its largest, or another kernel's."""
+        """Costs of a tile: its own, or of the kernel's next with as many rows or more, or of its largest, or another's."""
         found = self._known.get((rows, per_sm, kernel))
         if found is None:
             tiles = [t for t in self.tiles if t.kernel == kernel] or list(self.tiles)

@@ -89,7 +89,7 @@ def measure(device: torch.device) -> Measured:
 
 
 def plans_of(batch: Batch, device: torch.device, hw: Hardware) -> dict[str, Plan]:
-    """The plans to time, by ``share``, tile sizes, kernel. Those that were to share, but do better without, would come twice."""
+    """The plans to time, by ``share``, tile sizes, kernel. Those that were to share, but do better without, come but once."""
     tree, plans = tree_of(batch, device), {}
     rows = tile_rows(hw, torch.bfloat16, (batch.head_dim, batch.head_dim))
     for share, sizes, kernel in variants(batch, rows, hw.costs.knows("hopper")):
