@@ -1,0 +1,1 @@
+"""Strategies of the literature against the library's own, in one run: ``python -m benchmarks.ablation``."""
