@@ -1,0 +1,60 @@
+"""All strategies of a case: each is checked, then their graphs are replayed in turn, then what a replay writes is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks.ablation.experiment import Experiment
+from benchmarks.ablation.strategies import Strategy
+from benchmarks.peers.race import Say, Where, reason
+from cascade_fd.bench.cases import Case
+from cascade_fd.bench.measure import MAX_ERROR, Row, input_sets, medians_us, replays_on, row_of, timer
+from cascade_fd.bench.workload import Workload
+
+Call = Callable[[], object]
+
+
+def contest(case: Case, some: Sequence[Strategy], device: torch.device, where: Where, say: Say) -> list[Row]:
+    """A row of every strategy that gives the right result, at first and in replays of its graph; others are told of."""
+    loads = input_sets(case, device)
+    ready = []
+    for strategy in some:
+        try:
+            calls = [strategy.prepare(load) for load in loads]
+            error = max(_error(loads[i], calls[i]) for i in (0, -1))
+            _check(error)
+            ready.append((strategy, calls, error, timer(calls, device)))
+        except Exception as fault:
+            say(f"{case.name}, {strategy.name}: {reason(fault)}")
+    times = medians_us([time_once for *_, time_once in ready], replays_on(device))
+    rows = []
+    for (strategy, calls, error, time_once), us in zip(ready, times, strict=True):
+        try:
+            error = max(error, *(_error(load, time_once) for load in (loads[0], loads[-1])))
+            _check(error)
+            _check_counters(calls)
+            rows.append(row_of(case, "cascade_fd", strategy.name, us, error, where))
+        except Exception as fault:
+            say(f"{case.name}, {strategy.name}, replayed: {reason(fault)}")
+    return rows
+
+
+def _error(load: Workload, call: Call) -> float:
+    """Of what ``call`` writes to the set's output, which is poisoned before."""
+    load.out.o.fill_(torch.nan)
+    load.out.lse.fill_(torch.nan)
+    call()
+    return math.inf if load.out.lse.isnan().any() else load.error_of(load.out.o)
+
+
+def _check(error: float) -> None:
+    if not error < MAX_ERROR:
+        raise RuntimeError(f"relative error {error:.2e} exceeds {MAX_ERROR:.0e}; not timed")
+
+
+def _check_counters(calls: Sequence[Call]) -> None:
+    if any(isinstance(call, Experiment) and bool(call.arrived.any()) for call in calls):
+        raise RuntimeError("counters of arrived states did not come back to 0")
