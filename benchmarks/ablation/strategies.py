@@ -15,7 +15,7 @@ from cascade_fd.planning.worklist import Plan
 
 # Beside the cases of the benchmark: v1 with other numbers of query rows.
 ALL = CASES | {f"v1q{n}": replace(CASES["v1"], name=f"v1q{n}", q_len=n) for n in (2, 8)}
-FEW_SPLITS = tuple(1 << i for i in range(11))
+SPLITS = tuple(1 << i for i in range(11))
 FAR = -200.0  # a maximum that no score of random inputs is near: every item is computed again
 
 
@@ -82,7 +82,7 @@ def _split(case: Case) -> Iterator[Strategy]:
 
 
 def _num_splits(case: Case) -> Iterator[Strategy]:
-    for n in FEW_SPLITS:
+    for n in SPLITS:
         if case.levels[-1][1] // n >= case.page_size:
             yield Strategy(f"num_splits: {n}", partial(replanned, split=n))
 

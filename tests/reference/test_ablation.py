@@ -153,18 +153,25 @@ def test_what_is_wrong_or_fails_is_told_and_not_timed():
     def shorter(plan):
         return replace(plan, lens=plan.lens - 3)
 
+    class Louder(Strategy):
+        def prepare(self, load):
+            run = super().prepare(load)
+            return lambda: (run(), load.out.lse.add_(0.01))
+
     told = []
     some = [
         DEFAULT,
+        Louder("bad: lse", in_sequence),
         Strategy("bad: plan", fails),
         Strategy("bad: keys", shorter),
         Strategy("kernel: x", lambda p: p, Switches()),
     ]
     rows = contest(SMALL["decode"], some, CPU, dict.fromkeys(WHERE, ""), told.append)
     assert [row.setting for row in rows] == ["default"] and rows[0].us > 0 and rows[0].err < 1e-6
-    assert told[0] == "decode, bad: plan: RuntimeError: no such plan"
-    assert told[1].startswith("decode, bad: keys: RuntimeError: relative error ") and told[1].endswith("; not timed")
-    assert told[2].startswith("decode, kernel: x: ") and len(told) == 3
+    assert told[0] == "decode, bad: lse: RuntimeError: relative error inf exceeds 5e-03; not timed"
+    assert told[1] == "decode, bad: plan: RuntimeError: no such plan"
+    assert told[2].startswith("decode, bad: keys: RuntimeError: relative error ") and told[2].endswith("; not timed")
+    assert told[3].startswith("decode, kernel: x: ") and len(told) == 4
 
 
 WHERE = ("gpu", "driver", "torch", "triton", "commit", "date")
