@@ -1,7 +1,8 @@
-"""Pictures of result files: ``python benchmarks/plots.py peers FILE.csv PICTURE`` or ``... sharing FILE.csv PICTURE``."""
+"""Pictures of result files: ``python benchmarks/plots.py peers FILE.csv PICTURE``, or ``sharing``, or ``context``."""
 
 import argparse
 import csv
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,18 +17,36 @@ FAMILIES = {
     "cascade_fd": ("cascade_fd", "#0072B2"),
     "flashinfer": ("FlashInfer, best", "#E69F00"),
     "flash-attn 3": ("FlashAttention-3, best", "#009E73"),
+    "vllm fa3": ("vLLM's FlashAttention-3, best", "#56B4E9"),
     "torch sdpa": ("SDPA on contiguous keys, best", "#CC79A7"),
+    "torch flex": ("flex_attention on contiguous keys", "#D55E00"),
 }
+SWEPT = re.compile(r"b(\d+)t(\d+)")  # names of the cases of the context sweep
 
 
 def best_over_floor(rows: Rows) -> dict[str, dict[str, float]]:
-    """Per family, per case, the least time over the floor."""
+    """Per family that has rows, per case, the least time over the floor."""
     best: dict[str, dict[str, float]] = {name: {} for name in FAMILIES}
     for row in rows:
-        name = next((name for name in FAMILIES if row["provider"].startswith(name)), None)
+        name = _family(row)
         if name is not None and row["case"] != "ceiling":
             mine = best[name]
             mine[row["case"]] = min(mine.get(row["case"], np.inf), float(row["over_floor"]))
+    return {name: cases for name, cases in best.items() if cases}
+
+
+def _family(row: dict[str, str]) -> str | None:
+    return next((name for name in FAMILIES if row["provider"].startswith(name)), None)
+
+
+def best_rates(rows: Rows) -> dict[int, dict[str, dict[int, float]]]:
+    """Of the context sweep: per batch size, per family, GB/s of its best setting by keys of each request."""
+    best: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        name, swept = _family(row), SWEPT.fullmatch(row["case"])
+        if name is not None and swept:
+            mine, keys = best[int(swept[1])][name], int(swept[2])
+            mine[keys] = max(mine.get(keys, 0.0), float(row["gbs"]))
     return best
 
 
@@ -37,15 +56,39 @@ def peers(rows: Rows) -> Figure:
     cases = list(dict.fromkeys(row["case"] for row in rows if row["case"] in best["cascade_fd"]))
     figure = Figure((11, 3.6), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(FAMILIES)
-    for i, (name, (label, colour)) in enumerate(FAMILIES.items()):
-        at = [j + (i - 1.5) * width for j, case in enumerate(cases) if case in best[name]]
-        axes.bar(at, [best[name][case] for case in cases if case in best[name]], width, label=label, color=colour)
+    width = 0.8 / len(best)
+    for i, (name, times) in enumerate(best.items()):
+        label, colour = FAMILIES[name]
+        at = [j + (i - (len(best) - 1) / 2) * width for j, case in enumerate(cases) if case in times]
+        axes.bar(at, [times[case] for case in cases if case in times], width, label=label, color=colour)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(ylabel="time over the floor", title=_where(rows), ylim=(0.9, 3.6), xlim=(-0.6, len(cases) - 0.4))
     axes.set_xticks(range(len(cases)), cases)
-    axes.legend(frameon=False, ncols=4)
+    axes.legend(frameon=False, ncols=len(best))
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def context(rows: Rows) -> Figure:
+    """How fast keys and values are read, by the length of requests: one panel per batch size, one line per library."""
+    best = best_rates(rows)
+    figure = Figure((11, 3.6), layout="constrained")
+    grid = figure.subplots(1, len(best), sharey=True, squeeze=False)[0]
+    for axes, (requests, families) in zip(grid, sorted(best.items()), strict=True):
+        for name, (label, colour) in FAMILIES.items():
+            rates = sorted(families.get(name, {}).items())
+            if rates:
+                axes.plot(*zip(*rates, strict=True), marker=".", label=label, color=colour)
+        axes.set_xscale("log", base=2)
+        keys = sorted({n for rates in families.values() for n in rates})
+        axes.set_xticks(keys, [_short(n) for n in keys], fontsize=7)
+        axes.minorticks_off()
+        axes.set(xlabel="keys of each request", title=f"{requests} request{'s' * (requests > 1)}")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylim(bottom=0)  # of all panels, once all lines are there
+    grid[0].set_ylabel("GB/s of keys and values")
+    grid[0].legend(frameon=False, fontsize=7)
+    figure.suptitle(_where(rows), fontsize=10)
     return figure
 
 
@@ -87,15 +130,18 @@ def _where(rows: Rows) -> str:
     return f"{row['gpu']}, bf16, page 16, {row['date']}"
 
 
+KINDS = {"peers": peers, "sharing": sharing, "context": context}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("peers", "sharing"))
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("rows", type=Path)
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
     with args.rows.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    {"peers": peers, "sharing": sharing}[args.kind](rows).savefig(args.picture, dpi=130)
+    KINDS[args.kind](rows).savefig(args.picture, dpi=130)
 
 
 if __name__ == "__main__":

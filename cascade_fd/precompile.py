@@ -120,7 +120,7 @@ def problems(variant: Compiled, arch: str) -> list[str]:
     found = []
     if variant.shared > PRESETS[arch].smem:
         found.append(f"{variant.shared} bytes of shared memory, the device has {PRESETS[arch].smem}")
-    if (variant.spills or 0) > SPILL_BYTES:
+    if (variant.spills or 0) > (0 if variant.name == "hopper_kernel" else SPILL_BYTES):
         found.append(f"{variant.spills} bytes spilled")
     if variant.name == "attend_kernel" and variant.load_bytes < 16:
         found.append(f"keys and values are loaded {variant.load_bytes} bytes at a time")

@@ -23,6 +23,7 @@ class AttendTile:
         num_warps, num_stages: as Triton means them.
         per_sm: programs that should be resident on one SM: slots = num_sms * per_sm.
         fits: programs that can be resident; ``attend_tile`` counts them by shared memory.
+        registers: most registers per thread; 0: as many as the compiler likes (NVIDIA only).
     """
 
     block_m: int
@@ -31,6 +32,7 @@ class AttendTile:
     num_stages: int
     per_sm: int
     fits: int = 1
+    registers: int = 0
 
     def smem(self, arch: str, head_dims: tuple[int, int], itemsize: int) -> int:
         """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (on NVIDIA) q."""
@@ -50,18 +52,54 @@ class MergeTile:
     num_warps: int
 
 
+@dataclass(frozen=True)
+class HopperTile:
+    """Resources of one program of the Hopper kernel, which takes the items of the 128-row tile. One program per SM.
+
+    Attributes:
+        block_n: keys per step of the main loop.
+        num_stages: tiles of keys, and of values, that fit in shared memory beside 128 rows of q.
+        consumer_regs, producer_regs: registers of a thread that multiplies and of one that fetches.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    consumer_regs: int
+    producer_regs: int
+
+
+# Three stages and q take 225 KiB at D = 128. These registers are the ones that spill nothing with Triton 3.6 and with 3.9.
+HOPPER = HopperTile(128, 128, 3, 224, 56)
+HOPPER_DIMS = (64, 128)
+
+
+def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], block_m: int, page_size: int) -> tuple[str, ...]:
+    """Why the Hopper kernel cannot take the items of a tile, as far as a plan can tell; empty if it can."""
+    wanted = {
+        "the GPU is a Hopper GPU (sm_90)": arch == "sm_90",
+        f"{HOPPER.block_m} packed rows share a program": block_m == HOPPER.block_m,
+        "q and the cache are bfloat16 or float16": dtype in (torch.bfloat16, torch.float16),
+        f"head dims are in {HOPPER_DIMS}": all(dim in HOPPER_DIMS for dim in head_dims),
+        "the page size is a multiple of 16": page_size % 16 == 0,
+    }
+    return tuple(reason for reason, holds in wanted.items() if not holds)
+
+
 # (arch, bytes per element) -> tiles, by rows, then by how many fit an SM.
 # sm_90, 2 bytes: measured on an H200, D = 128, page 16, 2026-11-29 (benchmarks/NOTES.md). Of 16 and 32 rows there are two:
 # three stages and two programs per SM read fastest when that holds all the work; else two stages and four per SM, which
-# keep batches of up to 528 programs in one wave (d4: 240 us against 279).
+# keep batches of up to 528 programs in one wave (d4: 240 us against 279). With 184 registers, 64 or 128 rows leave room for two
+# small programs of another launch on the same SM (c3: 163 us before, 126 then).
 _ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
     ("sm_90", 2): (
         AttendTile(16, 64, 2, 3, 2),
         AttendTile(16, 64, 2, 2, 4),
         AttendTile(32, 64, 2, 3, 2),
         AttendTile(32, 64, 2, 2, 4),
-        AttendTile(64, 64, 4, 3, 1),
-        AttendTile(128, 64, 8, 3, 1),
+        AttendTile(64, 128, 4, 2, 1, registers=248),
+        AttendTile(64, 64, 4, 3, 1, registers=184),
+        AttendTile(128, 64, 8, 3, 1, registers=184),
     ),
     ("sm_80", 2): (AttendTile(16, 64, 2, 3, 2), AttendTile(32, 64, 2, 3, 2), AttendTile(64, 64, 4, 3, 1)),
     ("gfx942", 2): (AttendTile(16, 32, 2, 2, 2), AttendTile(32, 32, 2, 2, 2), AttendTile(64, 32, 4, 2, 1)),

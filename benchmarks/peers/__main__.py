@@ -1,7 +1,7 @@
 """Our times beside those of other libraries: ``python -m benchmarks.peers --cases d1,c4 --out FILE.csv``. Needs rich.
 
-FlashAttention-3 is timed if its flash_attn_interface can be imported. flex_attention of torch is left out: pages in random
-order need a mask function and a compilation per case.
+Each library is timed if it can be imported: flashinfer, flash_attn_interface, vllm (or the library with its operators that
+``VLLM_FA3_LIBRARY`` names). flex_attention of torch is compiled for each case and takes its time: ``--providers flex,ours``.
 """
 
 from __future__ import annotations
@@ -17,34 +17,55 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.peers.fa3 import NAME as FA3
-from benchmarks.peers.flashinfer_file import flashinfer_rows
-from benchmarks.peers.race import PROVIDERS, ceilings, race, reason
+from benchmarks.peers import fa3, flashinfer, vllm_fa3
+from benchmarks.peers.provider import OURS, Provider
+from benchmarks.peers.race import PROVIDERS, USUAL, Wanted, ceilings, race, reason
+from benchmarks.peers.sweeps import SWEEPS
 from cascade_fd.bench.cases import CASES, Case
 from cascade_fd.bench.measure import Row, machine, write_csv
 from cascade_fd.checks import check_choice
 
-OURS, FLASHINFER = "cascade_fd", "flashinfer"  # how names of providers start
+# How names of providers start, and what their column is called.
+LIBRARIES = {OURS: "ours", flashinfer.NAME: "FlashInfer", fa3.NAME: "FA3", vllm_fa3.NAME: "vLLM's FA3", "": "other"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names (default: all)")
-    parser.add_argument("--providers", default=",".join(PROVIDERS), help="default: %(default)s")
-    parser.add_argument("--flashinfer", type=Path, metavar="FILE.jsonl", help="take FlashInfer's times from this result file")
-    parser.add_argument("--out", type=Path, metavar="FILE.csv", help="append the rows to this file")
-    options = parser.parse_args(arguments)
-    cases, names = ([x for x in text.split(",") if x] for text in (options.cases, options.providers))
+    options = parser().parse_args(arguments)
+    sweep = SWEEPS.get(options.sweep)
+    known = CASES if sweep is None else sweep.cases
+    cases = _listed(options.cases) or [*known]
+    names = _listed(options.providers) or [*(USUAL if sweep is None else sweep.providers)]
     try:
-        for what, given, known in (("cases", cases, CASES), ("providers", names, PROVIDERS)):
+        for what, given, choices in (("cases", cases, known), ("providers", names, PROVIDERS)):
             for name in given:
-                check_choice(what, name, tuple(known))
+                check_choice(what, name, tuple(choices))
     except ValueError as fault:
-        parser.error(str(fault))
-    run([CASES[name] for name in cases], names, options.flashinfer, options.out)
+        parser().error(str(fault))
+
+    def wanted(each: Provider) -> bool:
+        left_out = any(text in f"{each.name}, {each.setting}" for text in options.without)
+        return not left_out and (sweep is None or sweep.wants(each))
+
+    run([known[name] for name in cases], names, options.out, wanted)
 
 
-def run(cases: Sequence[Case], names: Sequence[str], flashinfer: Path | None = None, out: Path | None = None) -> list[Row]:
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
+    made.add_argument("--cases", default="", help="comma-separated names (default: all)")
+    made.add_argument("--sweep", choices=SWEEPS, help="instead of the usual cases; context: B requests of T keys, few settings")
+    usual = f"comma-separated, of {', '.join(PROVIDERS)} (default: {','.join(USUAL)}, or those of the sweep)"
+    made.add_argument("--providers", default="", help=usual)
+    without = "leave out what has TEXT in 'name, setting' as a row has them; may be repeated"
+    made.add_argument("--without", action="append", default=[], metavar="TEXT", help=without)
+    made.add_argument("--out", type=Path, metavar="FILE.csv", help="append the rows to this file, case by case")
+    return made
+
+
+def _listed(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def run(cases: Sequence[Case], names: Sequence[str], out: Path | None = None, wanted: Wanted = lambda each: True) -> list[Row]:
     """Measure ``cases`` with the providers in ``names``, print what was left out and a table, append all rows to ``out``.
 
     What fails is told in a line; what was measured until then is in the file.
@@ -65,12 +86,10 @@ def run(cases: Sequence[Case], names: Sequence[str], flashinfer: Path | None = N
         except Exception as fault:
             say(f"{what}: {reason(fault)}")
 
-    if flashinfer is not None:
-        attempt("flashinfer", partial(flashinfer_rows, flashinfer, cases))
     if device.type == "cuda":
         attempt("ceilings", partial(ceilings, device, where))
     for case in track(cases, "Measuring", console=console):
-        attempt(case.name, partial(race, case, names, device, where, say))
+        attempt(case.name, partial(race, case, names, device, where, say, wanted))
     show(cases, rows)
     say(f"{len(cases)} cases in {time.perf_counter() - begin:.0f} s")
     return rows
@@ -78,18 +97,18 @@ def run(cases: Sequence[Case], names: Sequence[str], flashinfer: Path | None = N
 
 def show(cases: Sequence[Case], rows: Sequence[Row], console: Console | None = None) -> None:
     """The best time of each library, and ours over the best of the others."""
-    table = Table("case", title="Median microseconds")
-    for title in ("floor", "ours", "best FlashInfer", "best FA3", "best other", "ours / best peer"):
+    table = Table("case", title="Median microseconds, the best of each")
+    for title in ("floor", *LIBRARIES.values(), "ours / best peer"):
         table.add_column(title, justify="right")
     for case in cases:
         best: dict[str, float] = {}
         for row in rows:
             if row.case == case.name:
-                library = next((name for name in (OURS, FLASHINFER, FA3) if row.provider.startswith(name)), "other")
+                library = next(name for name in LIBRARIES if row.provider.startswith(name))
                 best[library] = min(row.us, best.get(library, row.us))
         peers = [us for library, us in best.items() if library != OURS]
         ratio = f"{best[OURS] / min(peers):.3f}" if OURS in best and peers else ""
-        times = (f"{best[name]:.1f}" if name in best else "" for name in (OURS, FLASHINFER, FA3, "other"))
+        times = (f"{best[name]:.1f}" if name in best else "" for name in LIBRARIES)
         table.add_row(case.name, f"{case.floor_us:.1f}", *times, ratio)
     console = console or Console(width=110)
     console.print(table)

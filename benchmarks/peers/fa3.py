@@ -1,6 +1,7 @@
 """FlashAttention-3 over a case's pages: one call over whole contexts, or one per level of the tree and merges.
 
-Its pages are physically shared either way. Its states are merged by our kernels: it has none for that.
+Its pages are physically shared either way. Its states are merged by our kernels: it has none for that. What a build of it is
+called with is made by a ``Make``; settings, levels and merges are the same for all builds.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from functools import partial, reduce
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.peers.provider import Provider, Run, SkipError
+from benchmarks.peers.parts import Part, forked, levels, side_streams, whole
+from benchmarks.peers.provider import Provider, Run, SkipError, over
 from cascade_fd import AttentionState, hardware_of, merge_
 from cascade_fd.bench.workload import Workload
 from cascade_fd.interop import from_flash_attention_3
@@ -50,6 +51,9 @@ class Setting:
         return ", ".join(parts + ["schedule ahead"] * self.ahead + ["streams"] * self.streams)
 
 
+Call = Callable[[Workload], Any]
+Make = Callable[[Setting, Workload, Part, bool], Call]  # a call of a part; whether it is to give its lse, too
+
 FLAT: tuple[Setting, ...] = (
     Setting(),
     Setting(num_splits=1),
@@ -68,60 +72,42 @@ LEVELS: tuple[Setting, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Part:
-    """One call: ``nodes`` sequences, ``rows`` query rows each, over keys of their own.
-
-    Attributes:
-        table: ``[nodes, pages]`` int32.
-        lens: ``[nodes]`` keys, on the host.
-        rows: query rows of each node; together they are the batch's rows in order.
-        causal: aligned to the end of the keys.
-    """
-
-    table: torch.Tensor
-    lens: np.ndarray
-    rows: int
-    causal: bool
-
-
 def providers(load: Workload) -> list[Provider]:
     """Its settings for a case."""
     _module()
-    settings = LEVELS if len(load.case.levels) > 1 else FLAT
+    return offers(NAME, _call, LEVELS if len(load.case.levels) > 1 else FLAT, load)
+
+
+def offers(name: str, make: Make, settings: Sequence[Setting], load: Workload) -> list[Provider]:
+    """``settings`` of the build of that name whose calls ``make`` makes."""
     if load.q.device.type != "cuda":
-        settings = tuple(setting for setting in settings if not setting.streams)
-    return [Provider(NAME, str(setting), partial(prepare, setting)) for setting in settings]
+        settings = [setting for setting in settings if not setting.streams]
+    return [Provider(name, str(setting), partial(prepare, make, setting)) for setting in settings]
 
 
-def prepare(setting: Setting, load: Workload) -> Run:
+def prepare(make: Make, setting: Setting, loads: Sequence[Workload]) -> list[Run]:
     """See ``Provider``."""
+    first = loads[0]
     if not setting.by_level:
-        call = _call(setting, load, whole(load), want_lse=False)
-        return lambda: call().flatten(0, 1)
-    calls = [_call(setting, load, part, want_lse=True) for part in levels(load)]
-    if not setting.streams:
-        return lambda: _merged([call() for call in calls])
-    streams = [torch.cuda.Stream() for _ in calls[:-1]]
-    return lambda: _merged(_forked(calls, streams))
+        call = make(setting, first, whole(first), False)
+        return over(loads, lambda load: call(load).view_as(load.q))
+    calls = [make(setting, first, part, True) for part in levels(first)]
+    streams = side_streams(len(calls) - 1) if setting.streams else []
+
+    def run(load: Workload) -> torch.Tensor:
+        return _merged(forked([partial(call, load) for call in calls], streams))
+
+    return over(loads, run)
 
 
-def whole(load: Workload) -> Part:
-    """Every request over its whole context."""
+def splits_of(setting: Setting, load: Workload, part: Part) -> int:
+    """``num_splits`` of a call."""
+    if setting.num_splits is not None:
+        return setting.num_splits
     case = load.case
-    return Part(load.table, case.seq_lens, case.q_len, case.q_len > 1)
-
-
-def levels(load: Workload) -> list[Part]:
-    """Each level's nodes, root first: the rows of all its requests over a node's own keys. Only private keys are causal."""
-    case, parts, column = load.case, [], 0
-    for lens in case.node_lens:
-        requests = case.requests // len(lens)
-        end = column + -(-int(lens.max()) // case.page_size)
-        table = load.table[::requests, column:end].contiguous()
-        parts.append(Part(table, lens, requests * case.q_len, requests == 1 and case.q_len > 1))
-        column = end
-    return parts
+    packed = part.rows * case.num_q_heads // case.num_kv_heads
+    blocks = part.nodes * case.num_kv_heads * -(-packed // TILE)
+    return min(max(hardware_of(load.q.device).num_sms // blocks, 1) * setting.fill, 128)
 
 
 def _module() -> ModuleType:
@@ -131,61 +117,36 @@ def _module() -> ModuleType:
         raise SkipError(f"flash_attn_interface cannot be imported ({error})") from None
 
 
-def _call(setting: Setting, load: Workload, part: Part, want_lse: bool) -> Callable[[], Any]:
-    """One call of its: ``o [nodes, rows, Hq, D]``, or a pair of that and lse.
+def _call(setting: Setting, load: Workload, part: Part, want_lse: bool) -> Call:
+    """Its results are ``o [nodes, rows, Hq, D]``, or a tuple that begins with that and lse.
 
     Where a batched lse ``[nodes, Hq, rows]`` would have to be copied to be merged, the call is a packed one instead.
     """
-    fa3, device, nodes = _module(), load.q.device, len(part.lens)
+    fa3, device, nodes = _module(), load.q.device, part.nodes
     packed = want_lse and nodes > 1 and part.rows > 1
     cu_q = torch.arange(0, (nodes + 1) * part.rows, part.rows, dtype=torch.int32, device=device) if packed else None
     lens = torch.from_numpy(part.lens).to(device, torch.int32)
-    splits = _splits(setting, load, part)
+    splits = splits_of(setting, load, part)
     common = {"cu_seqlens_q": cu_q, "causal": part.causal, "num_splits": splits, "pack_gqa": setting.pack_gqa}
-    schedule = _schedule(fa3, load, part, lens, common) if setting.ahead else None
-    return partial(
+    call = partial(
         fa3.flash_attn_with_kvcache,
-        load.q if packed else load.q.unflatten(0, (nodes, part.rows)),
-        load.kv.k,
-        load.kv.v,
         cache_seqlens=lens,
         page_table=part.table,
         max_seqlen_q=part.rows if packed else None,
-        scheduler_metadata=schedule,
+        scheduler_metadata=_schedule(fa3, load, part, lens, common) if setting.ahead else None,
         return_softmax_lse=want_lse,
         **common,
     )
-
-
-def _splits(setting: Setting, load: Workload, part: Part) -> int:
-    if setting.num_splits is not None:
-        return setting.num_splits
-    case = load.case
-    packed = part.rows * case.num_q_heads // case.num_kv_heads
-    blocks = len(part.lens) * case.num_kv_heads * -(-packed // TILE)
-    return min(max(hardware_of(load.q.device).num_sms // blocks, 1) * setting.fill, 128)
+    return lambda load: call(load.q if packed else load.q.unflatten(0, (nodes, part.rows)), load.kv.k, load.kv.v)
 
 
 def _schedule(fa3: ModuleType, load: Workload, part: Part, lens: torch.Tensor, common: dict[str, Any]) -> torch.Tensor:
-    case, nodes = load.case, len(part.lens)
+    case = load.case
     longest = part.table.shape[1] * case.page_size  # what a call takes it to be, having only the table's width
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
     return fa3.get_scheduler_metadata(
-        nodes, part.rows, longest, *heads, lens, qkv_dtype=load.q.dtype, page_size=case.page_size, **common
+        part.nodes, part.rows, longest, *heads, lens, qkv_dtype=load.q.dtype, page_size=case.page_size, **common
     )
-
-
-def _forked(calls: Sequence[Callable[[], Any]], streams: Sequence[torch.cuda.Stream]) -> list[Any]:
-    """Results of all calls, all but the last made on ``streams``."""
-    main, results = torch.cuda.current_stream(), []
-    for stream, call in zip(streams, calls, strict=False):
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            results.append(call())
-    results.append(calls[-1]())
-    for stream in streams:
-        main.wait_stream(stream)
-    return results
 
 
 def _merged(results: Sequence[Any]) -> torch.Tensor:

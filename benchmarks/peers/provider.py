@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from cascade_fd.bench.measure import setting_of
 from cascade_fd.bench.workload import Workload
 
 Run = Callable[[], torch.Tensor]
+OURS = "cascade_fd"
 
 
 class SkipError(Exception):
@@ -27,18 +28,23 @@ class Provider:
     Attributes:
         name: the library.
         setting: how it is called.
-        prepare: from one input set, what computes ``o [rows, Hq, D]`` over it each time it is called. All that depends only
-            on lengths and page ids is done here and not timed, as our plan is.
+        prepare: from the input sets of a case, for each what computes ``o [rows, Hq, D]`` over it every time it is called. All
+            that depends only on lengths and page ids is done here, once for all sets, and not timed, as our plan is.
     """
 
     name: str
     setting: str
-    prepare: Callable[[Workload], Run]
+    prepare: Callable[[Sequence[Workload]], list[Run]]
+
+
+def over(loads: Sequence[Workload], run: Callable[[Workload], torch.Tensor]) -> list[Run]:
+    """``run`` for each input set."""
+    return [partial(run, load) for load in loads]
 
 
 def ours(load: Workload) -> list[Provider]:
     """cascade_fd, by the plan that the input set has."""
-    return [Provider("cascade_fd", setting_of(load, "balanced"), lambda load: lambda: load.run().o)]
+    return [Provider(OURS, setting_of(load, "balanced"), partial(over, run=lambda load: load.run().o))]
 
 
 def sdpa(load: Workload) -> list[Provider]:
@@ -50,7 +56,11 @@ def sdpa(load: Workload) -> list[Provider]:
     return [Provider("torch sdpa", f"{name}, contiguous KV", partial(_sdpa, backend)) for name, backend in backends.items()]
 
 
-def _sdpa(backend: SDPBackend, load: Workload) -> Run:
+def _sdpa(backend: SDPBackend, loads: Sequence[Workload]) -> list[Run]:
+    return [_sdpa_run(backend, load) for load in loads]
+
+
+def _sdpa_run(backend: SDPBackend, load: Workload) -> Run:
     q = load.q[:, :, None]
     k, v = (x[load.table.long()].flatten(1, 2).transpose(1, 2).contiguous() for x in (load.kv.k, load.kv.v))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.peers import fa3, provider
+from benchmarks.peers import fa3, flashinfer, flex, provider, vllm_fa3
 from benchmarks.peers.provider import Provider, SkipError
 from cascade_fd.bench.cases import MATMUL_RATE, READ_RATE, Case
 from cascade_fd.bench.measure import MAX_ERROR, Row, input_sets, medians_us, replays_on, row_of, timer
@@ -18,20 +18,27 @@ from cascade_fd.bench.workload import Workload
 
 Say = Callable[[str], object]
 Where = dict[str, str]
+Wanted = Callable[[Provider], bool]
 PROVIDERS: dict[str, Callable[[Workload], list[Provider]]] = {
+    "flashinfer": flashinfer.providers,
     "fa3": fa3.providers,
+    "vllm": vllm_fa3.providers,
     "sdpa": provider.sdpa,
     "ours": provider.ours,
+    "flex": flex.providers,
 }
+USUAL = tuple(name for name in PROVIDERS if name != "flex")  # which compiles for each case, and is slow
 
 
-def race(case: Case, names: Sequence[str], device: torch.device, where: Where, say: Say) -> list[Row]:
-    """Rows of all providers in ``names`` that give the right result; ``say`` is told in one line why another is left out."""
+def race(
+    case: Case, names: Sequence[str], device: torch.device, where: Where, say: Say, wanted: Wanted = lambda each: True
+) -> list[Row]:
+    """Rows of all providers in ``names`` that are wanted and give the right result; ``say`` is told why another is left out."""
     loads = input_sets(case, device)
     ready = []
-    for each in _known(case, names, loads[0], say):
+    for each in filter(wanted, _known(case, names, loads[0], say)):
         try:
-            runs = [each.prepare(load) for load in loads]
+            runs = each.prepare(loads)
             error = max(_error(runs[i], loads[i]) for i in (0, -1))
             if not error < MAX_ERROR:
                 raise SkipError(f"relative error {error:.2e} exceeds {MAX_ERROR:.0e}; not timed")

@@ -10,6 +10,7 @@ import torch
 
 from cascade_fd.checks import UnsupportedError
 from cascade_fd.kernels.attend import launch_attend
+from cascade_fd.kernels.hopper import hopper_can, launch_hopper
 from cascade_fd.kernels.launch import CAN_CHAIN
 from cascade_fd.kernels.merge import launch_merge_pair, launch_merge_rows
 from cascade_fd.kv import KVStore
@@ -35,7 +36,10 @@ def partial_states(
     scales = (sm_scale * base_factor("e", "2"), base_factor("2", out.base))
     for i, launch in enumerate(plan.launches):
         chain = min(i + 1, 2) if plan.chained and _can_chain(device) else 0
-        launch_attend(q, stores[launch.levels[0]], plan, launch, partials, out, scales, chain)
+        store = stores[launch.levels[0]]
+        arguments = (q, store, plan, launch, partials, out, scales, chain)
+        if hopper_can(plan, launch, store, scales[0]) or not launch_hopper(*arguments):
+            launch_attend(*arguments)
     return partials
 
 

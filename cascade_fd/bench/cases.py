@@ -102,3 +102,10 @@ CASES = {
         _cascade("s1", 64, 8192, 512, q_len=4),
     )
 }
+
+CONTEXT_BYTES = 40e9  # of keys and values at most: two input sets and workspaces fit an H200
+CONTEXT_CASES = {
+    case.name: case
+    for case in (_flat(f"b{B}t{2**i}", B, 2**i) for B in (1, 16, 128) for i in range(9, 18))
+    if case.kv_bytes <= CONTEXT_BYTES
+}

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from cascade_fd.bench.cases import Case
-from cascade_fd.bench.workload import Workload, build
+from cascade_fd.bench.workload import Workload, build_sets
 
 COLD_BYTES = 420e6  # input sets together exceed the L2 (60 MB) several times
 MAX_ERROR = 5e-3  # bf16 rounding gives 2e-3 to 3e-3
@@ -53,10 +53,10 @@ def measure(case: Case, device: torch.device, split: str | int = "balanced", pro
 
 
 def input_sets(case: Case, device: torch.device, split: str | int = "balanced") -> list[Workload]:
-    """On a GPU so many that together they exceed the L2 several times; for a CPU one."""
+    """On a GPU so many that together they exceed the L2 several times; for a CPU one. They share page table and plan."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sets = max(2, int(COLD_BYTES // case.kv_bytes) + 1) if device.type == "cuda" else 1
-    return [build(case, device, dtype, split, seed) for seed in range(sets)]
+    return build_sets(case, device, dtype, sets, split)
 
 
 def setting_of(load: Workload, split: str | int) -> str:

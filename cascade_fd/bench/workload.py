@@ -21,7 +21,7 @@ from cascade_fd.tree import PrefixTree
 
 @dataclass(frozen=True)
 class Workload:
-    """One input set of a case."""
+    """One input set of a case. All sets of a case have the same ``table`` and ``plan``."""
 
     case: Case
     q: torch.Tensor
@@ -65,17 +65,20 @@ class Workload:
         return torch.einsum("hgqt,thd->qhgd", scores.softmax(-1), v).flatten(1, 2)
 
 
-def build(case: Case, device: torch.device, dtype: torch.dtype, split: str | int = "balanced", seed: int = 0) -> Workload:
-    """Random inputs of ``case`` on ``device``; another ``seed`` is another input set."""
-    g = torch.Generator(device=device).manual_seed(seed)
-    counts = [-(-lens // case.page_size) for lens in case.node_lens]
-    sizes = [int(count.sum()) for count in counts]
-    order = torch.randperm(sum(sizes), generator=g, device=device).to(torch.int32)
-    pages = [_rows(ids, count) for ids, count in zip(order.split(sizes), counts, strict=True)]
-    table = torch.cat([ids.repeat_interleave(case.requests // len(ids), 0) for ids in pages], 1)
-    shape = (sum(sizes), case.page_size, case.num_kv_heads, case.head_dim)
-    k, v = (torch.randn(shape, generator=g, device=device, dtype=dtype) for _ in range(2))
-    q = torch.randn(case.rows, case.num_q_heads, case.head_dim, generator=g, device=device, dtype=dtype)
+def build(case: Case, device: torch.device, dtype: torch.dtype, split: str | int = "balanced") -> Workload:
+    """Random inputs of ``case`` on ``device``."""
+    return build_sets(case, device, dtype, 1, split)[0]
+
+
+def build_sets(
+    case: Case, device: torch.device, dtype: torch.dtype, sets: int, split: str | int = "balanced"
+) -> list[Workload]:
+    """Several input sets, as the layers of a model: q, keys, values and output of their own, but one page table and one plan.
+
+    So page ids and plan arrays are as warm or cold as in a model, where the layer before has just read them.
+    """
+    g = torch.Generator(device=device).manual_seed(0)
+    table, pages = _table(case, g)
     made = plan(
         tree_of(case, table),
         num_q_heads=case.num_q_heads,
@@ -85,8 +88,23 @@ def build(case: Case, device: torch.device, dtype: torch.dtype, split: str | int
         device=device,
         split=split,
     )
-    out = AttentionState(torch.empty_like(q), torch.empty(q.shape[:2], device=device), "e")
-    return Workload(case, q, PagedKV(k, v), table, made, out)
+    shape = (pages, case.page_size, case.num_kv_heads, case.head_dim)
+    loads = []
+    for _ in range(sets):
+        k, v = (torch.randn(shape, generator=g, device=device, dtype=dtype) for _ in range(2))
+        q = torch.randn(case.rows, case.num_q_heads, case.head_dim, generator=g, device=device, dtype=dtype)
+        out = AttentionState(torch.empty_like(q), torch.empty(q.shape[:2], device=device), "e")
+        loads.append(Workload(case, q, PagedKV(k, v), table, made, out))
+    return loads
+
+
+def _table(case: Case, g: torch.Generator) -> tuple[torch.Tensor, int]:
+    """The block table, pages in random order, and how many pages there are."""
+    counts = [-(-lens // case.page_size) for lens in case.node_lens]
+    sizes = [int(count.sum()) for count in counts]
+    order = torch.randperm(sum(sizes), generator=g, device=g.device).to(torch.int32)
+    pages = [_rows(ids, count) for ids, count in zip(order.split(sizes), counts, strict=True)]
+    return torch.cat([ids.repeat_interleave(case.requests // len(ids), 0) for ids in pages], 1), sum(sizes)
 
 
 def _rows(ids: torch.Tensor, counts: np.ndarray) -> torch.Tensor:

@@ -17,21 +17,24 @@ def shift(m):
 
 
 @triton.jit
-def fold_scores(m, l, acc, s, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``.
+def weigh(m, l, s, scale):
+    """Add scores ``s [M, N]`` to m and l. Returns these, the weights ``[M, N]``, and the factor for what was added up before.
 
-    Without masks every score is finite, so the guard of ``shift`` is left out of the main loop.
+    ``scale``, which is positive, puts scores in log2 units; they are -inf where masked.
     """
-    m_new = tl.maximum(m, tl.max(s, 1))
-    if MASKED:
-        base = shift(m_new)
-    else:
-        base = m_new
-    p = tl.exp2(s - base[:, None])
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    base = shift(m_new)
+    p = tl.exp2(s * scale - base[:, None])
     alpha = tl.exp2(m - base)
-    l = l * alpha + tl.sum(p, 1)
+    return m_new, l * alpha + tl.sum(p, 1), p, alpha
+
+
+@triton.jit
+def fold_scores(m, l, acc, s, v, PRECISION: tl.constexpr):
+    """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``."""
+    m, l, p, alpha = weigh(m, l, s, 1.0)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return m_new, l, acc
+    return m, l, acc
 
 
 @triton.jit

@@ -33,7 +33,7 @@ class Compiled:
         registers: per thread; None where no tool here can tell.
         spills: bytes of stack (NVIDIA) or spilled registers (AMD) per thread; None likewise.
         shared: bytes of shared memory per program.
-        load_bytes: width of the narrowest async copy (NVIDIA), or, without any, of the widest global load.
+        load_bytes: width of the narrowest async copy (NVIDIA; 128 for TMA), or, without any, of the widest global load.
     """
 
     name: str
@@ -109,6 +109,8 @@ def describe(kernel: Any) -> Compiled:
 
 
 def _cuda_load_bytes(ptx: str) -> int:
+    if "cp.async.bulk.tensor" in ptx:
+        return 128
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x[0-9a-f]+|\d+)", ptx)
     if copies:
         return min(int(size, 0) for size in copies)

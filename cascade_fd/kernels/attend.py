@@ -1,6 +1,7 @@
 """Kernel 1: the attention state of one work item and one KV head per program (see ``planning.worklist.Launch``).
 
-The main loop runs over whole tiles that every row sees, without masks; a second loop takes the ragged and the causal end.
+No key past the item's end is read: the last tile reads the last key again, and scores decide what counts. That leaves the
+loads without masks, and so one loop, and few registers: what one program leaves free, programs of other launches run in.
 """
 
 import triton
@@ -55,11 +56,12 @@ def attend_kernel(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
     """Arguments as in ``Launch``; qk_scale puts scores in log2 units, lse_scale puts the output's lse in its base.
 
-    CHAIN 1: the launch after this one may enter as soon as all programs here have started. CHAIN 2: so did this one.
+    DIRECT: whether items may have a STATE below 0. CHAIN 1: the launch after this one may enter as soon as all programs here have started. CHAIN 2: so did this one.
     """
     if CHAIN > 0:
         gdc_launch_dependents()
@@ -80,9 +82,12 @@ def attend_kernel(
     row_ok = r < num_rows
     out_row = tl.load(rows_ptr + row * 4, mask=row_ok, other=0).to(tl.int64)
     q = load_tile(q_ptr, out_row * stride_q_t + head * stride_q_h, row_ok, D, BLOCK_D, True)
-    # All rows see the keys that the first one sees.
-    seen_by_all = tl.where(q_end > 0, tl.minimum(end - q_end + row0 // G + 1, stop), stop)
-    whole = start + tl.maximum(seen_by_all - start, 0) // BLOCK_N * BLOCK_N
+    private = tl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
+    private_start = tl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
+    unfinished = tl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
+    limit = tl.where(q_end > 0, tl.minimum(end - q_end + row + 1, stop), stop)
+    limit = tl.where(unfinished, limit, 0)  # row r sees keys below limit
+    seen_by_all = tl.min(tl.where(row_ok, limit, stop), 0)
 
     k_ptr += h.to(tl.int64) * stride_k_h
     v_ptr += h.to(tl.int64) * stride_v_h
@@ -95,51 +100,40 @@ def attend_kernel(
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    pos = start + tl.arange(0, BLOCK_N)
-    page = page_ids(ids_ptr, pos, stop, PAGE_SIZE)  # page ids are loaded one tile ahead
-    for _ in range(start, whole, BLOCK_N):
+    n = tl.arange(0, BLOCK_N)
+    pos = tl.minimum(start + n, stop - 1)
+    page = page_ids(ids_ptr, pos, start < stop, PAGE_SIZE)  # page ids are loaded one tile ahead
+    for n0 in range(start, stop, BLOCK_N):
         k_offsets = key_offsets(page, pos, stride_k_p, stride_k_t, PAGE_SIZE, WIDE)
         v_offsets = key_offsets(page, pos, stride_v_p, stride_v_t, PAGE_SIZE, WIDE)
-        pos += BLOCK_N
-        page = page_ids(ids_ptr, pos, stop, PAGE_SIZE)
-        k = load_tile(k_ptr, k_offsets, pos, D, BLOCK_D, False)
+        pos = tl.minimum(n0 + BLOCK_N + n, stop - 1)
+        page = page_ids(ids_ptr, pos, True, PAGE_SIZE)
+        k = load_tile(k_ptr, k_offsets, True, D, BLOCK_D, False)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
-        v = load_tile(v_ptr, v_offsets, pos, DV, BLOCK_DV, False)
-        m, l, acc = fold_scores(m, l, acc, s, v, False, PRECISION)
-    limit = tl.where(q_end > 0, tl.minimum(end - q_end + row + 1, stop), stop)  # row r sees keys below limit
-    for n0 in tl.range(whole, stop, BLOCK_N, num_stages=2):
-        pos = n0 + tl.arange(0, BLOCK_N)
-        page = page_ids(ids_ptr, pos, stop, PAGE_SIZE)
-        k_offsets = key_offsets(page, pos, stride_k_p, stride_k_t, PAGE_SIZE, WIDE)
-        v_offsets = key_offsets(page, pos, stride_v_p, stride_v_t, PAGE_SIZE, WIDE)
-        k = load_tile(k_ptr, k_offsets, pos < stop, D, BLOCK_D, True)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
-        s = tl.where(pos[None, :] < limit[:, None], s, NEG_INF)
-        v = load_tile(v_ptr, v_offsets, pos < stop, DV, BLOCK_DV, True)
-        m, l, acc = fold_scores(m, l, acc, s, v, True, PRECISION)
+        if n0 + BLOCK_N > seen_by_all:
+            s = tl.where((n0 + n)[None, :] < limit[:, None], s, NEG_INF)
+        v = load_tile(v_ptr, v_offsets, True, DV, BLOCK_DV, False)
+        m, l, acc = fold_scores(m, l, acc, s, v, PRECISION)
 
-    # Loaded here and not above: registers are scarce in the loop.
-    first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(tl.int64)
-    private = tl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
-    private_start = tl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
-    unfinished = tl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
-    l = tl.where(unfinished, l, 0.0)
-    o = tl.where(unfinished[:, None], acc, 0.0) * inverse(l)[:, None]
+    if CHAIN == 2:  # Whoever waits for this launch then waits for the one before it too. Not at the end: that costs registers.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
+    o = acc * inverse(l)[:, None]
     lse = log_sum(m, l, 1.0, 1.0)
     d = tl.arange(0, BLOCK_DV)
     o_ok = row_ok[:, None] & (d < DV)[None, :]
-    if state < 0:  # the only state of these rows: straight to the output
+    if DIRECT:  # The only state of its rows goes straight to the output. Masks, since two branches cost 50 registers.
+        direct = state < 0
         o_offsets = out_row * stride_out_t + head * stride_out_h
-        tl.store(out_ptr + o_offsets[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=o_ok)
+        tl.store(out_ptr + o_offsets[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=o_ok & direct)
         lse_offsets = out_row * stride_lse_t + head.to(tl.int64) * stride_lse_h
-        tl.store(lse_ptr + lse_offsets, lse * lse_scale, mask=row_ok)
-    else:
-        part = (first_slot + state) * (HKV * G) + head
-        tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok, eviction_policy="evict_last")
-        tl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
-    if CHAIN == 2:  # Whoever waits for this launch then waits for the one before it too.
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
+        tl.store(lse_ptr + lse_offsets, lse * lse_scale, mask=row_ok & direct)
+        row_ok = row_ok & (state >= 0)
+        o_ok = o_ok & (state >= 0)
+    first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0)  # loaded before the loop it costs 58 registers
+    part = (first_slot.to(tl.int64) + state) * (HKV * G) + head
+    tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok, eviction_policy="evict_last")
+    tl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
 
 
 def launch_attend(q, store, plan, launch, partials, out, scales, chain=0):
@@ -163,12 +157,12 @@ def launch_attend(q, store, plan, launch, partials, out, scales, chain=0):
         out.lse,
     )
     strides = (q.stride(), k.stride(), v.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
-    layout = (shape, tile, launch.page_size, store.reach > _INT32_MAX, chain, *strides)
+    layout = (shape, tile, launch.page_size, store.reach > _INT32_MAX, launch.direct, chain, *strides)
     grid = items.shape[0] * shape.num_kv_heads
     run(attend_kernel, grid, tensors, layout, scales, _attend_arguments)
 
 
-def _attend_arguments(shape, tile, page_size, wide, chain, q, k, v, table, out, lse):
+def _attend_arguments(shape, tile, page_size, wide, direct, chain, q, k, v, table, out, lse):
     """The kernel's strides and constexprs, from strides of whole tensors."""
     ints = (*q[:2], *k[:3], *v[:3], table, *out[:2], *lse)
     return ints, {
@@ -183,8 +177,10 @@ def _attend_arguments(shape, tile, page_size, wide, chain, q, k, v, table, out, 
         "BLOCK_DV": padded(shape.v_head_dim),
         "WIDE": wide,
         "PRECISION": "ieee" if shape.dtype.itemsize == 4 else "tf32",
+        "DIRECT": direct,
         "CHAIN": chain,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        **({"maxnreg": tile.registers} if tile.registers else {}),
         **may_enter_early(chain == 2),
     }

@@ -18,11 +18,11 @@ from triton.runtime import driver
 
 _INT32_MAX = 2**31 - 1
 _MAX_LAYOUTS = 4096  # a dense cache that grows has new strides, and so a new layout, in every step
-_TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
+TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 # Releases in which what stands between ``compiled[grid](*args)`` and Triton's C launcher was tried and found the same.
-_KNOWN_TRITON = (3, 4) <= _TRITON <= (3, 9)
+_KNOWN_TRITON = (3, 4) <= TRITON <= (3, 9)
 # Whether a launch can wait, on the device, for the one before it: Triton 3.4 cannot compile that, its interpreter not run it.
-CAN_CHAIN = _TRITON >= (3, 5) and not knobs.runtime.interpret
+CAN_CHAIN = TRITON >= (3, 5) and not knobs.runtime.interpret
 
 _recorder: ContextVar[list[Any] | None] = ContextVar("recorder", default=None)
 _compiled: dict[Any, Any] = {}  # by what Triton specialises on
@@ -36,34 +36,35 @@ def run(
     layout: tuple[Any, ...],
     floats: tuple[float, ...],
     arguments: Callable[..., tuple[Sequence[int], dict[str, Any]]],
+    descriptors: Sequence[Any] = (),
 ) -> None:
-    """Launch ``grid`` programs of ``kernel(*tensors, *ints, *floats, **meta)``, where ``ints, meta = arguments(*layout)``.
+    """Launch ``grid`` programs of ``kernel(*descriptors, *tensors, *ints, *floats, **meta)``.
 
-    What is kept for a layout cannot go stale: all integers and constexprs follow from it, and addresses are read anew.
-    ``meta``: the constexprs in the order of the signature, then ``num_warps`` and the like. If a ``compile_only`` block is
-    active, the compiled variant is recorded instead.
+    ``ints, meta = arguments(*layout)``. What is kept for a layout cannot go stale: all integers and constexprs follow from it,
+    and so do the types of TMA descriptors; addresses are read anew. ``meta``: the constexprs in the order of the signature,
+    then ``num_warps`` and the like. If a ``compile_only`` block is active, the compiled variant is recorded instead.
     """
     recorded = _recorder.get()
     if recorded is not None:
         ints, meta = arguments(*layout)
-        recorded.append(kernel.warmup(*tensors, *ints, *floats, grid=(grid,), enable_fp_fusion=True, **meta))
+        recorded.append(kernel.warmup(*descriptors, *tensors, *ints, *floats, grid=(grid,), enable_fp_fusion=True, **meta))
         return
     device = tensors[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():  # Triton launches there
         with torch.cuda.device(device):
-            return run(kernel, grid, tensors, layout, floats, arguments)
+            return run(kernel, grid, tensors, layout, floats, arguments, descriptors)
     addresses = [tensor.data_ptr() for tensor in tensors]
     facts = (id(kernel), device, *[tensor.dtype for tensor in tensors], *[address & 15 for address in addresses])
     repeat = _repeats.get((facts, layout))
     if repeat is not None:
-        repeat(grid, addresses, floats)
+        repeat(grid, (*descriptors, *addresses), floats)
         return
     ints, meta = arguments(*layout)
     variant = _variant(facts, ints, meta)
     compiled = _compiled.get(variant)
     if compiled is None:
         # Fusion is stated because Triton's default changes between releases.
-        compiled = kernel[(grid,)](*tensors, *ints, *floats, enable_fp_fusion=True, **meta)
+        compiled = kernel[(grid,)](*descriptors, *tensors, *ints, *floats, enable_fp_fusion=True, **meta)
         if _is_reusable(compiled):
             _compiled[variant] = compiled
         return
@@ -71,7 +72,7 @@ def run(
         _repeats.clear()
     constants = [meta[p.name] for p in kernel.params if p.is_constexpr]
     repeat = _repeats[facts, layout] = _repeater(compiled, device, (*ints,), constants)
-    repeat(grid, addresses, floats)
+    repeat(grid, (*descriptors, *addresses), floats)
 
 
 def _variant(facts: tuple[Any, ...], ints: Sequence[int], meta: dict[str, Any]) -> tuple[Any, ...]:
@@ -107,6 +108,11 @@ def _hooked() -> bool:
     """Whether a profiler watches launches; hooks are a function or None in Triton 3.4, a list of functions later."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def is_recording() -> bool:
+    """Whether launches only compile."""
+    return _recorder.get() is not None
 
 
 @contextlib.contextmanager

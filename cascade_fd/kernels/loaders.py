@@ -5,12 +5,12 @@ import triton.language as tl
 
 
 @triton.jit
-def page_ids(ids_ptr, pos, stop, PAGE_SIZE: tl.constexpr):
-    """The page of every position; past ``stop`` the table is not read. Dense stores (PAGE_SIZE 0) have no pages."""
+def page_ids(ids_ptr, pos, some, PAGE_SIZE: tl.constexpr):
+    """The page of every position, if there are ``some``. Dense stores (PAGE_SIZE 0) have no pages."""
     if PAGE_SIZE == 0:
         return pos * 0
     else:
-        return tl.load(ids_ptr + pos // PAGE_SIZE, mask=pos < stop, other=0).to(tl.int32)
+        return tl.load(ids_ptr + pos // PAGE_SIZE, mask=some, other=0).to(tl.int32)
 
 
 @triton.jit

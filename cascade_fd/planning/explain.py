@@ -8,7 +8,8 @@ import numpy as np
 
 from cascade_fd.hardware import Hardware
 from cascade_fd.planning.facts import Facts, facts_of, merged_rows, predicted, state_bytes
-from cascade_fd.planning.worklist import Plan
+from cascade_fd.planning.worklist import Launch, Plan
+from cascade_fd.tiles import HOPPER, hopper_lacks
 
 MOST = 8  # groups, and launches, that are listed
 
@@ -155,9 +156,9 @@ def _launches(plan: Plan, facts: Facts, hw: Hardware) -> list[str]:
     rows = [["launch", "nodes", "splits", "items", "programs", "slots", "waves", "longest item", "tile"]]
     for i, launch in enumerate(plan.launches[:MOST]):
         splits, items = plan.splits[facts.launch == i], launch.count
-        tile, slots = launch.tile, hw.num_sms * launch.tile.per_sm
+        slots = hw.num_sms * launch.tile.per_sm
         counts = [f"{n:,}" for n in (items, items * heads, slots)]
-        use = [f"{items * heads / slots:.2f}", f"{launch.max_tokens:,} tokens", f"{tile.block_m} rows x {tile.block_n} keys"]
+        use = [f"{items * heads / slots:.2f}", f"{launch.max_tokens:,} tokens", _tile(plan, launch, hw)]
         rows.append([f"{i}", f"{len(splits):,}", _range(splits), *counts, *use])
     how = "each may enter before the one before it ends" if plan.chained and len(plan.launches) > 1 else "in this order"
     lines = [f"Launches  {len(plan.launches):,}, {how}; an item is a program for each of {_count(heads, 'KV head')}"]
@@ -165,6 +166,14 @@ def _launches(plan: Plan, facts: Facts, hw: Hardware) -> list[str]:
     if len(plan.launches) > MOST:
         lines.append(f"          and {len(plan.launches) - MOST:,} more")
     return lines
+
+
+def _tile(plan: Plan, launch: Launch, hw: Hardware) -> str:
+    """Which kernel runs is known but for what stores and the machine say, see ``kernels.hopper``."""
+    tile, shape = launch.tile, plan.shape
+    if not hopper_lacks(hw.arch, shape.dtype, shape.head_dims, tile.block_m, launch.page_size):
+        return f"{HOPPER.block_m} rows x {HOPPER.block_n} keys, Hopper kernel"
+    return f"{tile.block_m} rows x {tile.block_n} keys"
 
 
 def _merge(plan: Plan) -> list[str]:

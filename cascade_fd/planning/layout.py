@@ -216,6 +216,7 @@ def _launch(tree: PrefixTree, work: Work, group: Group, items: np.ndarray, buffe
         max_row=0 if table else int(nodes.row[mine].max()),
         max_stop=int(work.stop[mine].max()),
         count=len(items),
+        direct=bool((items[:, STATE] < 0).any()),
     )
 
 

@@ -22,7 +22,7 @@ def with_room(plan: Plan, factor: float) -> Plan:
         return math.ceil(n * factor)
 
     T = plan.num_rows
-    launches = [replace(x, items=_padded(x.items, grown(len(x.items)), 0)) for x in plan.launches]
+    launches = [replace(x, items=_padded(x.items, grown(len(x.items)), 0), direct=True) for x in plan.launches]
     merge, merged = plan.merge, max(T, len(plan.merge))
     assert merge.rows is not None
     end = merge.indptr[-1:].expand(merged + 1 - len(merge.indptr))
@@ -60,7 +60,7 @@ def update(plan: Plan, new: Plan | PrefixTree) -> None:
             launches[i] = replace(old, levels=level, max_tokens=0, id_range=None, max_row=-1, max_stop=0, count=0)
     for i, mine in zip(place, new.launches, strict=True):
         _fill(plan.launches[i].items, mine.items, 0)
-        launches[i] = replace(mine, items=plan.launches[i].items)
+        launches[i] = replace(mine, items=plan.launches[i].items, direct=plan.launches[i].direct)
     assert plan.merge.rows is not None and new.merge.rows is not None
     _fill(plan.merge.rows, new.merge.rows, -1)
     _fill(plan.merge.indptr, new.merge.indptr, new.slots_used)
@@ -110,6 +110,8 @@ def _matches(plan: Plan, new: Plan) -> list[int]:
                 f"other: expected at most {len(plan.launches[at].items)} items of {mine.tile.block_m} rows, "
                 f"got {len(mine.items)}; with_room() makes room"
             )
+        if mine.direct and not plan.launches[at].direct:
+            raise ValueError("other: expected no rows with a single state, as in the plan, got some; with_room() makes room")
         place.append(at)
     sizes = [0 if table is None else table.page_size for table in new.tree.tables]
     for i, old in enumerate(plan.launches):

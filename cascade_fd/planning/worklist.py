@@ -87,6 +87,7 @@ class Launch:
         id_range: smallest and largest page id in use, if ids were on the host; else None.
         max_row, max_stop: largest row and capacity, which a dense store must have.
         count: items that compute something; the others are room.
+        direct: whether some of them may write to the output.
     """
 
     items: torch.Tensor
@@ -100,6 +101,7 @@ class Launch:
     max_row: int
     max_stop: int
     count: int
+    direct: bool
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,8 @@ def test_one_case_per_target(arch):
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     variants = json.loads(run.stdout.splitlines()[-1])
-    assert {name for name, *_ in variants} == {"attend_kernel", "merge_rows_kernel", "merge_pair_kernel"}
+    names = {"attend_kernel", "merge_rows_kernel", "merge_pair_kernel"}
+    assert {name for name, *_ in variants} - {"hopper_kernel"} == names
     for name, _, _, registers, found in variants:
         assert not found, (name, found)
         assert registers

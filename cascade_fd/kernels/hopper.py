@@ -1,0 +1,155 @@
+"""The host side of the Hopper kernel: which launches it can take, TMA descriptors of stores, and the launch itself.
+
+Gluon is imported when the first launch asks for it. Whatever keeps this kernel from running, the portable one runs instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from cascade_fd.kernels.launch import TRITON, is_recording, may_enter_early, run
+from cascade_fd.kv import KVStore
+from cascade_fd.planning.worklist import Launch, Plan
+from cascade_fd.tiles import HOPPER, hopper_lacks
+
+SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, it keeps to the portable kernel
+_TESTED = (3, 6), (3, 9)  # releases of Triton
+_MOST_BYTES = 1 << 40  # a stride that TMA can take is shorter
+
+_failed: list[str] = []  # why it is not tried again
+_described: weakref.WeakKeyDictionary[KVStore, tuple[list[str], tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+_lacks = functools.lru_cache(hopper_lacks)
+
+
+def hopper_can(plan: Plan, launch: Launch, store: KVStore, qk_scale: float = 1.0) -> list[str]:
+    """Why the Hopper kernel cannot take a launch; empty if it can."""
+    shape = plan.shape
+    reasons = [*_lacks(plan.hardware.arch, shape.dtype, shape.head_dims, launch.tile.block_m, launch.page_size)]
+    if reasons:  # most launches; nothing else is worth its time then
+        return reasons
+    if os.environ.get(SWITCH) == "0":
+        reasons.append(f"{SWITCH} is not 0")
+    if not qk_scale > 0:
+        reasons.append("sm_scale is positive")
+    return [*reasons, *_failed, *available(plan.device), *_descriptors(store)[0]]
+
+
+@functools.cache
+def available(device: torch.device) -> tuple[str, ...]:
+    """Why the Hopper kernel cannot run on a device of this machine; devices that are only compiled for can do anything."""
+    reasons = []
+    if not _TESTED[0] <= TRITON <= _TESTED[1]:
+        reasons.append(f"Triton is one of 3.6 to 3.9, got {TRITON[0]}.{TRITON[1]}")
+    elif importlib.util.find_spec("triton.experimental.gluon") is None:
+        reasons.append("Triton has Gluon")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        reasons.append("the GPU has compute capability 9.0")
+    if device.type == "cpu":
+        reasons.append("tensors are on a GPU")
+    return tuple(reasons)
+
+
+def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
+    """Launch once, with arguments as ``launch_attend`` has them, if ``hopper_can``. Returns whether that was done.
+
+    It is not where it does not compile (one warning, and no further attempt), nor where launches are only compiled, since the
+    portable kernel is wanted there too.
+    """
+    shape, items, ids = plan.shape, launch.items, launch.ids
+    tensors = (
+        q,
+        items if ids is None else ids,
+        items,
+        plan.lens,
+        plan.rows,
+        partials.o,
+        partials.lse,
+        out.o,
+        out.lse,
+    )
+    strides = (q.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
+    layout = (shape, launch.page_size, chain, *strides)
+    grid = items.shape[0] * shape.num_kv_heads
+    try:
+        run(_kernel(), grid, tensors, layout, scales, _hopper_arguments, _descriptors(store)[1])
+    except Exception as error:
+        if is_recording():
+            raise
+        _give_up(error)
+        return False
+    return not is_recording()
+
+
+def _give_up(error: Exception) -> None:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    _failed.append(f"it has not failed before ({first})")
+    warnings.warn(f"cascade_fd: the Hopper kernel failed, the portable one runs instead: {first}", stacklevel=2)
+
+
+def _kernel() -> Any:
+    from cascade_fd.kernels.hopper_kernel import hopper_kernel
+
+    return hopper_kernel
+
+
+def _hopper_arguments(shape, page_size, chain, q, table, out, lse):
+    """The kernel's strides and constexprs, from strides of whole tensors."""
+    ints = (*q[:2], table, *out[:2], *lse)
+    return ints, {
+        "HKV": shape.num_kv_heads,
+        "G": shape.group,
+        "D": shape.head_dim,
+        "DV": shape.v_head_dim,
+        "PAGE_SIZE": page_size,
+        "BLOCK_N": HOPPER.block_n,
+        "BOX": _box_tokens(page_size),
+        "STAGES": HOPPER.num_stages,
+        "CONSUMER_REGS": HOPPER.consumer_regs,
+        "PRODUCER_REGS": HOPPER.producer_regs,
+        "CHAIN": chain,
+        "num_warps": 4,
+        **may_enter_early(chain == 2),
+    }
+
+
+def _box_tokens(page_size: int) -> int:
+    """Tokens of one TMA copy: a power of two that divides pages and tiles."""
+    return min(page_size & -page_size, HOPPER.block_n) if page_size else HOPPER.block_n
+
+
+def _descriptors(store: KVStore) -> tuple[list[str], tuple[Any, ...]]:
+    """Why TMA cannot read a store, and, if it can, descriptors of its keys and values. They live as long as the store."""
+    found = _described.get(store)
+    if found is None:
+        reasons = [reason for name in ("k", "v") for reason in _tma_lacks(name, getattr(store, name))]
+        made = () if reasons else tuple(_describe(x, _box_tokens(store.page_size)) for x in (store.k, store.v))
+        found = _described[store] = reasons, made
+    return found
+
+
+def _tma_lacks(name: str, x: torch.Tensor) -> list[str]:
+    """TMA wants starts and strides at multiples of 16 bytes; the stride of an axis of one element does not matter."""
+    reasons = []
+    strides = [stride * x.itemsize for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if not all(0 < stride < _MOST_BYTES and stride % 16 == 0 for stride in strides) or x.data_ptr() % 16:
+        reasons.append(f"{name} starts, and has positive strides, at multiples of 16 bytes; got strides of {strides} bytes")
+    if not x.numel():
+        reasons.append(f"{name} is not empty")
+    return reasons
+
+
+def _describe(x: torch.Tensor, tokens: int) -> Any:
+    """Of ``[rows, tokens, Hkv, D]``; a box is ``tokens`` tokens of one row and head, and 64 columns, which are 128 bytes."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tokens, 1, 64], layout)

@@ -1,0 +1,101 @@
+"""The warp of the Hopper kernel that fetches keys and values by TMA, and the order in which tiles are computed."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+PANEL = gl.constexpr(64)  # columns of a box: 128 bytes, as far as the swizzle of shared memory reaches
+# Triton 3.9 has no other name than the new one, 3.6 only the old one.
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def item_range(items_ptr, lens_ptr, HKV: gl.constexpr):
+    """Of this program's item: first token, one past the last, and the live length of its table row."""
+    item = items_ptr + (gl.program_id(0) // HKV) * 8
+    end = gl.load(lens_ptr + gl.load(item + 5))
+    return gl.load(item + 3), gl.minimum(gl.load(item + 4), end), end
+
+
+@gluon.jit
+def tile_range(start, stop, BLOCK_N: gl.constexpr, ALIGN: gl.constexpr):
+    """Where tiles start, how many there are, and whether (1 or 0) the first has tokens before ``start``.
+
+    A tile starts at a multiple of ALIGN, so that none of its boxes lies in two pages.
+    """
+    origin = start // ALIGN * ALIGN
+    count = gl.where(stop > start, (stop - origin + BLOCK_N - 1) // BLOCK_N, 0)
+    return origin, count, gl.where(start > origin, 1, 0)
+
+
+@gluon.jit
+def tile_start(i, origin, count, ragged, BLOCK_N: gl.constexpr):
+    """First token of the i-th tile in the order in which they are computed: a ragged first tile comes last."""
+    return origin + gl.where(i + ragged < count, i + ragged, 0) * BLOCK_N
+
+
+@gluon.jit
+def fetch(desc, rows, tokens, h, full, boxes, stage, WIDTH: gl.constexpr, NUM_BOXES: gl.constexpr):
+    """Start the copies of one tile, box by box. Boxes outside the store are filled with zeros."""
+    PANELS: gl.constexpr = WIDTH // PANEL
+    for b in gl.static_range(NUM_BOXES):
+        for p in gl.static_range(PANELS):
+            load_box(desc, [rows[b], tokens[b], h, p * PANEL], full, boxes.index((stage * PANELS + p) * NUM_BOXES + b))
+
+
+@gluon.jit
+def places(ids_ptr, table_row, n0, stop, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, NUM_BOXES: gl.constexpr):
+    """Row of the store and token in it where each box of a tile starts; row -1, outside the store, from ``stop`` on."""
+    if PAGE_SIZE == 0:
+        return (table_row,), (n0,)
+    else:
+        rows = ()
+        tokens = ()
+        for b in gl.static_range(NUM_BOXES):
+            token = n0 + b * BOX
+            row = gl.load(ids_ptr + token // PAGE_SIZE, mask=token < stop, other=-1).to(gl.int32)
+            rows = rows + (row,)  # type: ignore[assignment]
+            tokens = tokens + (token % PAGE_SIZE,)  # type: ignore[assignment]
+        return rows, tokens
+
+
+@gluon.jit
+def produce(
+    k_desc,
+    v_desc,
+    ids_ptr,
+    items_ptr,
+    lens_ptr,
+    stride_ids,
+    k_boxes,
+    v_boxes,
+    barriers,
+    HKV: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BOX: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The warp that fetches. It runs ahead of the warp groups by up to STAGES tiles."""
+    k_full, k_empty, v_full, v_empty = barriers
+    NUM_BOXES: gl.constexpr = BLOCK_N // BOX
+    BYTES: gl.constexpr = BLOCK_N * k_desc.dtype.primitive_bitwidth // 8
+    start, stop, _ = item_range(items_ptr, lens_ptr, HKV)
+    origin, count, ragged = tile_range(start, stop, BLOCK_N, BOX if PAGE_SIZE else 1)
+    h = gl.program_id(0) % HKV
+    table_row = gl.load(items_ptr + (gl.program_id(0) // HKV) * 8 + 2)
+    if PAGE_SIZE != 0:
+        ids_ptr += table_row.to(gl.int64) * stride_ids
+    for i in range(0, count):
+        n0 = tile_start(i, origin, count, ragged, BLOCK_N)
+        rows, tokens = places(ids_ptr, table_row, n0, stop, PAGE_SIZE, BOX, NUM_BOXES)
+        stage = i % STAGES
+        free = ((i // STAGES) & 1) ^ 1  # a new barrier counts as one whose phase 1 is over
+        mbarrier.wait(k_empty.index(stage), free)
+        mbarrier.expect(k_full.index(stage), BYTES * D)
+        fetch(k_desc, rows, tokens, h, k_full.index(stage), k_boxes, stage, D, NUM_BOXES)
+        mbarrier.wait(v_empty.index(stage), free)
+        mbarrier.expect(v_full.index(stage), BYTES * DV)
+        fetch(v_desc, rows, tokens, h, v_full.index(stage), v_boxes, stage, DV, NUM_BOXES)

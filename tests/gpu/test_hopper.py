@@ -1,0 +1,217 @@
+"""The Hopper kernel: the results of the portable one, on every kind of launch that it takes, and proof that it ran."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import cascade_fd as cf
+from cascade_fd import Level, PageTable, PrefixTree
+from cascade_fd.backends import triton as backend
+from cascade_fd.testing import inputs
+from tests.contract.cascade import make_plan
+from tests.contract.target import Target
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
+)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def target(request):
+    return Target("triton", "cuda", request.param)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Rows of the tile of every launch since the last look, and whether the Hopper kernel took it."""
+    seen = []
+
+    def hopper(q, store, plan, launch, *rest):
+        seen.append(real(q, store, plan, launch, *rest))
+        return seen[-1]
+
+    real = backend.launch_hopper
+    monkeypatch.setattr(backend, "launch_hopper", hopper)
+
+    def look():
+        found, seen[:] = seen[:], []
+        return found
+
+    return look
+
+
+def model(target, group, dim=128, **changes):
+    return target.model(num_q_heads=2 * group, num_kv_heads=2, head_dim=dim, v_head_dim=dim, **changes)
+
+
+def requests(group):
+    """Enough for more than one tile of 128 packed rows, the last of them ragged."""
+    return 150 // group
+
+
+def over_a_prefix(target, m, prefix_len, page, layout="NHD", split=None):
+    """One tile's worth of requests and a bit over a prefix; a pool with NaN wherever nobody's tokens are."""
+    B = requests(m.num_q_heads // 2)
+    lens = [(i * 5) % 23 for i in range(B)]
+    prefix, *suffixes = inputs.contexts(m, [prefix_len, *lens])
+    q = target.queries(m, B)
+    options = {"num_splits": split, "backend": "triton"}
+    if page:
+        store, table = inputs.paged([prefix, *suffixes], page, layout=layout)
+        store, table = target.put(store), target.put(table)
+        tables = {"prefix_table": table[0], "prefix_len": prefix_len, "suffix_table": table[1:]}
+        state = cf.cascade_decode(q, store, store, suffix_lens=lens, **tables, **options)
+    else:
+        room = [tuple(torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in prefix)]
+        k, v = target.put(inputs.dense(suffixes))
+        plan = make_plan(target, PrefixTree.from_levels([Level([0, B], [prefix_len]), Level(range(B + 1), lens)]), m)
+        state = cf.attend(q, [cf.DenseKV(*target.put(inputs.dense(room))), cf.DenseKV(k, v)], plan)
+    target.check(state, q, inputs.join(prefix, suffixes))
+
+
+def test_smallest(target, ran):
+    """One tile of keys: run this first."""
+    over_a_prefix(target, model(target, 4), 128, 16, split=1)
+    assert ran() == [True]
+
+
+@pytest.mark.parametrize("page", [16, 64, 48, 256, 0])
+@pytest.mark.parametrize("prefix_len", [1, "page-1", "page+1", 129, 700])
+def test_pages_and_lengths(target, ran, page, prefix_len):
+    length = (page or 128) + int(prefix_len.removeprefix("page")) if isinstance(prefix_len, str) else prefix_len
+    over_a_prefix(target, model(target, 4), length, page)
+    assert ran() == [True]
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_groups_and_head_dims(target, ran, group, dim):
+    over_a_prefix(target, model(target, group, dim), 333, 16, split=2)
+    assert ran() == [True]
+
+
+def test_heads_before_tokens(target, ran):
+    over_a_prefix(target, model(target, 4), 333, 16, layout="HND")
+    assert ran() == [True]
+
+
+def test_different_head_dims(target, ran):
+    m = target.model(num_q_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=64)
+    over_a_prefix(target, m, 200, 16)
+    over_a_prefix(target, target.model(num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=128), 200, 0)
+    assert ran() == [True, True]
+
+
+def test_slices_of_an_interleaved_pool(target, ran):
+    """Keys and values of one pool, and queries that are a slice of wider rows."""
+    m = model(target, 4)
+    B = requests(4)
+    prefix, *suffixes = inputs.contexts(m, [200, *[7] * B])
+    store, table = inputs.paged([prefix, *suffixes], 16)
+    pool = target.put(torch.stack([store.k, store.v], 1))
+    store = cf.PagedKV(pool[:, 0], pool[:, 1])
+    table = target.put(table)
+    q = target.put(torch.cat([inputs.queries(m, B)] * 2, 2))[:, :, : m.head_dim]
+    tables = {"prefix_table": table[0], "prefix_len": 200, "suffix_table": table[1:], "suffix_lens": [7] * B}
+    target.check(cf.cascade_decode(q, store, store, **tables), q, inputs.join(prefix, suffixes))
+    assert ran() == [True]
+
+
+@pytest.mark.parametrize("split", ["balanced", "stream_k", 3])
+@pytest.mark.parametrize("page", [8, 16, 32])
+def test_nodes_that_start_inside_a_page(target, ran, page, split):
+    """Whole contexts in each request's pages; a second shared node starts at token 21. Pages of 8 are not for TMA."""
+    m = model(target, 8)
+    B = 20
+    root, branch, *leaves = inputs.contexts(m, [21, 300, *[3, 0, 40, 9] * (B // 4)])
+    contexts = [tuple(torch.cat([root[i], branch[i], leaf[i]]) for i in (0, 1)) for leaf in leaves]
+    levels = [Level([0, B], [21]), Level([0, B], [300]), Level(range(B + 1), [3, 0, 40, 9] * (B // 4))]
+    store, table = inputs.paged(contexts, page)
+    tree = PrefixTree.from_levels(levels, table=PageTable.from_block_table(target.put(table), page))
+    plan = make_plan(target, tree, m, split=split, share="always")
+    q = target.queries(m, B)
+    target.check(cf.attend(q, target.put(store), plan), q, contexts)
+    assert ran() == ([True] if page % 16 == 0 else [])
+    plan.set_lengths(target.put(torch.tensor([0 if b % 3 == 0 else len(k) for b, (k, _) in enumerate(contexts)])))
+    contexts = [tuple(x[:0] for x in c) if b % 3 == 0 else c for b, c in enumerate(contexts)]  # finished requests
+    target.check(cf.attend(q, target.put(store), plan), q, contexts)
+
+
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("lens", [(100, 357, 64), (64, 65, 130)])
+def test_causal_rows_in_a_wide_tile(target, ran, group, lens):
+    """64 query rows per request, so several tiles of packed rows and several tiles of keys that only some rows see."""
+    m = model(target, group)
+    contexts = inputs.contexts(m, lens)
+    store, table = inputs.paged(contexts, 16)
+    q = target.queries(m, 64 * len(lens))
+    tree = PrefixTree.from_levels(
+        [Level(range(len(lens) + 1), lens)], q_lens=64, table=PageTable.from_block_table(target.put(table), 16)
+    )
+    for split in (1, 2, "balanced"):
+        state = cf.attend(q, target.put(store), make_plan(target, tree, m, split=split))
+        target.check(state, q, contexts, q_lens=64)
+    assert ran() == [True] * 3
+
+
+def test_graph_replay_while_lengths_grow(target, ran):
+    """Private nodes of 20 rows by 8 heads: captured at short lengths, replayed at others, with a finished request between."""
+    m = model(target, 8)
+    full = inputs.contexts(m, [500, 500, 500])
+    store, table = inputs.paged(full, 16)
+    store = target.put(store)
+    tree = PrefixTree.from_levels(
+        [Level(range(4), [20, 33, 100])], q_lens=20, table=PageTable.from_block_table(target.put(table), 16)
+    )
+    plan = make_plan(target, tree, m, split=3, max_new_tokens=400)
+    q = target.queries(m, 60)
+    cf.attend(q, store, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state = cf.attend(q, store, plan)
+    assert ran() == [True, True]
+    for lens in ([20, 33, 100], [127, 128, 129], [420, 0, 256], [21, 433, 500]):
+        plan.set_lengths(target.put(torch.tensor(lens)))
+        state.o.fill_(torch.nan)
+        graph.replay()
+        target.check(state, q, [(k[:t], v[:t]) for (k, v), t in zip(full, lens, strict=True)], q_lens=20)
+
+
+def test_negative_scales_and_the_switch_use_the_portable_kernel(target, ran, monkeypatch):
+    m = model(target, 4)
+    prefix = inputs.contexts(m, [300])[0]
+    q = target.queries(m, 40)
+    plan = make_plan(target, PrefixTree.from_levels([Level([0, 40], [300])]), m)
+    store = cf.DenseKV(*target.put(prefix))
+    target.check(cf.attend(q, store, plan, sm_scale=-0.1), q, [prefix] * 40, sm_scale=-0.1)
+    assert ran() == []
+    on = cf.attend(q, store, plan)
+    assert ran() == [True]
+    monkeypatch.setenv("CASCADE_FD_HOPPER", "0")
+    off = cf.attend(q, store, plan)
+    assert ran() == []
+    for state in (on, off):
+        target.check(state, q, [prefix] * 40)
+
+
+def test_sixty_launches_are_bitwise_the_same(ran):
+    """A stage that is refilled too early shows as a rare difference long before it shows as an error."""
+    m = inputs.Model(num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
+    B, P, S, page = 1024, 2048, 128, 16
+    g = torch.Generator("cuda").manual_seed(0)
+    pages = P // page + B * S // page
+    ids = torch.randperm(pages, generator=g, device="cuda").int()
+    prefix, suffix = ids[: P // page], ids[P // page :].view(B, -1)
+    k, v = (torch.randn(pages, page, 8, 128, generator=g, device="cuda", dtype=m.dtype) for _ in range(2))
+    q = torch.randn(B, 32, 128, generator=g, device="cuda", dtype=m.dtype)
+    table = PageTable.from_block_table(torch.cat([prefix.expand(B, -1), suffix], 1), page)
+    tree = PrefixTree.from_levels([Level([0, B], [P]), Level(range(B + 1), [S] * B)], table=table)
+    plan = make_plan(Target("triton", "cuda", m.dtype), tree, m, share="always")
+    kv = cf.PagedKV(k, v)
+    states = [cf.attend(q, kv, plan) for _ in range(60)]
+    assert ran() == [True] * 60
+    for a, b in pairwise(states):
+        assert torch.equal(a.o, b.o)
+        assert torch.equal(a.lse, b.lse)

@@ -1,0 +1,187 @@
+"""When the Hopper kernel is asked for, and what happens where it cannot run. What it computes: ``tests/gpu``."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import cascade_fd as cf
+from cascade_fd import Level, PageTable, PrefixTree
+from cascade_fd.hardware import PRESETS
+from cascade_fd.tiles import hopper_lacks
+
+pytest.importorskip("triton")
+
+from cascade_fd.backends import triton as backend
+from cascade_fd.kernels import hopper
+
+
+def plan_of(requests=64, page=16, arch="sm_90", dim=128, dtype=torch.bfloat16):
+    table = PageTable.from_block_table(torch.empty(1, 128, dtype=torch.int32, device="meta"), page) if page else None
+    tree = PrefixTree.from_levels([Level([0, requests], [640], table)])
+    shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": dim, "dtype": dtype}
+    return cf.plan(tree, **shape, device="meta", hardware=PRESETS[arch], share="always")
+
+
+def pool(page=16, dim=128, dtype=torch.bfloat16):
+    return torch.empty(100, page, 2, dim, dtype=dtype, device="meta")
+
+
+def reasons(made, store, scale=1.0):
+    return hopper.hopper_can(made, made.launches[0], store, scale)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(hopper, "_failed", [])
+    monkeypatch.delenv(hopper.SWITCH, raising=False)
+
+
+@pytest.fixture
+def known_triton(monkeypatch):
+    monkeypatch.setattr(hopper, "available", lambda device: ())
+
+
+@pytest.mark.parametrize("page", [16, 48, 256])
+def test_it_can(known_triton, page):
+    store = cf.PagedKV(pool(page), pool(page))
+    assert reasons(plan_of(page=page), store) == []
+
+
+def test_what_a_plan_says(known_triton):
+    store = cf.PagedKV(pool(), pool())
+    assert reasons(plan_of(requests=4), store) == ["128 packed rows share a program"]
+    assert reasons(plan_of(page=8), cf.PagedKV(pool(8), pool(8))) == ["the page size is a multiple of 16"]
+    lacks = hopper_lacks("sm_100", torch.float32, (96, 128), 64, 1)
+    assert lacks == (
+        "the GPU is a Hopper GPU (sm_90)",
+        "128 packed rows share a program",
+        "q and the cache are bfloat16 or float16",
+        "head dims are in (64, 128)",
+        "the page size is a multiple of 16",
+    )
+
+
+def test_switch_and_scale(known_triton, monkeypatch):
+    store = cf.PagedKV(pool(), pool())
+    assert reasons(plan_of(), store, -1.0) == ["sm_scale is positive"]
+    assert reasons(plan_of(), store, 0.0) == ["sm_scale is positive"]
+    monkeypatch.setenv("CASCADE_FD_HOPPER", "0")
+    assert reasons(plan_of(), store) == ["CASCADE_FD_HOPPER is not 0"]
+    monkeypatch.setenv("CASCADE_FD_HOPPER", "1")
+    assert reasons(plan_of(), store) == []
+
+
+def test_stores_that_tma_cannot_read(known_triton):
+    odd = torch.empty(100, 16, 2, 132, dtype=torch.bfloat16, device="meta")[..., :128]
+    flat = pool()[:1].expand(100, -1, -1, -1)
+    want = "starts, and has positive strides, at multiples of 16 bytes"
+    assert reasons(plan_of(), cf.PagedKV(odd, pool())) == [f"k {want}; got strides of [8448, 528, 264] bytes"]
+    assert reasons(plan_of(), cf.PagedKV(pool(), flat)) == [f"v {want}; got strides of [0, 512, 256] bytes"]
+    assert reasons(plan_of(), cf.PagedKV(pool()[:0], pool()[:0])) == ["k is not empty", "v is not empty"]
+    by_head = pool().transpose(1, 2).contiguous()
+    assert reasons(plan_of(), cf.PagedKV(by_head, by_head, "HND")) == []
+
+
+def test_strides_of_single_elements_do_not_matter(known_triton):
+    single = torch.empty(100 * 16 * 128, dtype=torch.bfloat16, device="meta").as_strided((100, 16, 1, 128), (2048, 128, 1, 1))
+    store = cf.PagedKV(single, single)
+    assert hopper._tma_lacks("k", store.k) == []
+    assert hopper._descriptors(store)[1][0].strides == [2048, 128, 128, 1]
+
+
+def test_machines(monkeypatch):
+    check = hopper.available.__wrapped__
+    monkeypatch.setattr(hopper, "TRITON", (3, 5))
+    assert check(torch.device("meta")) == ("Triton is one of 3.6 to 3.9, got 3.5",)
+    monkeypatch.setattr(hopper, "TRITON", (3, 6))
+    assert check(torch.device("cpu")) == ("tensors are on a GPU",)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert check(torch.device("cuda")) == ("the GPU has compute capability 9.0",)
+    monkeypatch.setattr(hopper.importlib.util, "find_spec", lambda name: None)
+    assert check(torch.device("meta")) == ("Triton has Gluon",)
+
+
+def test_descriptors_live_as_long_as_their_store():
+    store = cf.PagedKV(pool(), pool())
+    before = len(hopper._described)
+    assert hopper._descriptors(store)[1] is hopper._descriptors(store)[1]
+    assert len(hopper._described) == before + 1
+    del store
+    assert len(hopper._described) == before
+
+
+def launched(monkeypatch, hopper_launch):
+    """Names of the kernels that ``partial_states`` launches for a plan that the Hopper kernel could take."""
+    seen = []
+    monkeypatch.setattr(hopper, "available", lambda device: ())
+    monkeypatch.setattr(hopper, "_kernel", lambda: None)
+    monkeypatch.setattr(hopper, "run", lambda *args: seen.append("hopper") or hopper_launch())
+    monkeypatch.setattr(backend, "launch_attend", lambda *args: seen.append("attend"))
+    made, store = plan_of(), cf.PagedKV(pool(), pool())
+    q = torch.empty(64, 8, 128, dtype=torch.bfloat16, device="meta")
+    out = cf.AttentionState(q, torch.empty(64, 8, device="meta"), "e")
+    for _ in range(3):
+        backend.partial_states(q, [store], made, 1.0, out)
+    return seen
+
+
+def test_it_runs_instead_of_the_portable_kernel(monkeypatch):
+    assert launched(monkeypatch, lambda: None) == ["hopper"] * 3
+
+
+def test_the_portable_kernel_runs_after_a_failure_with_one_warning(monkeypatch):
+    def fail():
+        raise RuntimeError("PTXAS error: no registers\nand more")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert launched(monkeypatch, fail) == ["hopper", "attend", "attend", "attend"]
+    want = "cascade_fd: the Hopper kernel failed, the portable one runs instead: PTXAS error: no registers"
+    assert [str(w.message) for w in caught] == [want]
+    assert reasons(plan_of(), cf.PagedKV(pool(), pool())) == ["it has not failed before (PTXAS error: no registers)"]
+
+
+def test_the_switch_keeps_to_the_portable_kernel(monkeypatch):
+    monkeypatch.setenv("CASCADE_FD_HOPPER", "0")
+    assert launched(monkeypatch, lambda: None) == ["attend"] * 3
+
+
+def test_plans_say_which_kernel_takes_a_launch():
+    assert "128 rows x 128 keys, Hopper kernel" in plan_of().explain()
+    assert "Hopper kernel" not in plan_of(requests=4).explain()
+    assert "Hopper kernel" not in plan_of(page=8).explain()
+
+
+def test_gluon_is_imported_when_it_is_needed():
+    code = "import cascade_fd.backends.triton, sys; print('cascade_fd.kernels.hopper_kernel' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+CODE = """
+import json
+from dataclasses import replace
+from cascade_fd.precompile import CASES, compile_case, problems
+variants = compile_case(replace(CASES[0], batches=((64, 1),)), "sm_90")
+print(json.dumps([[v.name, v.registers, v.spills, problems(v, "sm_90")] for v in variants]))
+"""
+
+
+@pytest.mark.slow
+def test_it_compiles_ahead_of_time_without_spills():
+    """And beside it the portable kernel for the same launch, which is what runs where this one is switched off."""
+    if hopper.available(torch.device("meta")):
+        pytest.skip("not with this Triton")
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", hopper.SWITCH)}
+    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, env=env)
+    assert run.returncode == 0, run.stderr[-3000:]
+    variants = {name: rest for name, *rest in json.loads(run.stdout.splitlines()[-1])}
+    assert "attend_kernel" in variants
+    registers, spills, found = variants["hopper_kernel"]
+    assert registers == 168
+    assert (spills, found) == (0, [])
