@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
@@ -41,8 +40,7 @@ def compile_family(name: str, family: str, hw: Hardware) -> list[str]:
     with target(hw) as compiled:
         for strategy in strategies(load.case):
             if strategy.family == family:
-                made = replace(strategy.plan(load.plan), device=load.q.device)  # as if for where q is
-                strategy.call(load, made, "triton")()
+                strategy.prepare([load], "triton")[0]()
     return [kernel.metadata.name for kernel in compiled]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,7 +13,7 @@ from benchmarks.ablation.kernels import ablation_kernel
 from benchmarks.ablation.rewrite import state_counts, walks
 from cascade_fd.backends.triton import merge_rows
 from cascade_fd.bench.workload import Workload
-from cascade_fd.kernels.attend import _attend_arguments
+from cascade_fd.kernels.attend import _INT32_MAX, _attend_arguments
 from cascade_fd.kernels.launch import CAN_CHAIN, run
 from cascade_fd.planning.worklist import NUM_ROWS, Plan
 from cascade_fd.state import AttentionState, base_factor
@@ -24,12 +26,14 @@ class Switches:
     """What differs from the library's kernel.
 
     Attributes:
-        phi: the unified maximum of all scores, natural log; None: the running maximum.
+        maximum: "running", as the library has it; "fixed": ``phi`` (natural log) for all scores; "first tile": the row's
+            largest score in the item's first tile. The latter two never rescale, and never change.
         fused: the last program to finish a row merges its states; there is no merge launch.
         walks: one program per slot of a "stream_k" plan, and KV head; else one per item and KV head.
     """
 
-    phi: float | None = None
+    maximum: Literal["running", "fixed", "first tile"] = "running"
+    phi: float = 0.0
     fused: bool = False
     walks: bool = False
 
@@ -39,7 +43,7 @@ class Experiment:
 
     Attributes:
         arrived: ``[T, Hq]`` states that have arrived; all 0 between calls.
-        again: how many items (times KV heads) phi did not suit, so that they were computed again.
+        again: how many items (times KV heads) the maximum did not suit, so that they were computed again.
     """
 
     def __init__(self, load: Workload, plan: Plan, switches: Switches):
@@ -53,6 +57,12 @@ class Experiment:
         self.at_once = states if switches.fused else [0] * len(states)
         self.arrived = torch.zeros(plan.num_rows, plan.shape.num_q_heads, dtype=torch.int32, device=device)
         self.again = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def over(self, load: Workload) -> Experiment:
+        """The same over another input set: plan and counters are shared, as layers of a model share them."""
+        other = copy.copy(self)
+        other.load = load
+        return other
 
     def __call__(self) -> torch.Tensor:
         plan, out = self.plan, self.load.out
@@ -83,12 +93,12 @@ class Experiment:
             out.lse,
         )
         tensors += (walked, self.counts, self.arrived, self.again)
-        ends = (switches.phi is not None, switches.fused, switches.walks, self.at_once[i])
+        ends = (switches.maximum, switches.fused, switches.walks, self.at_once[i])
         strides = (q.stride(), k.stride(), v.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
         chain = min(i + 1, 2) if plan.chained and CAN_CHAIN else 0
-        layout = (ends, plan.shape, launch.tile, launch.page_size, load.kv.reach > 2**31 - 1, chain, *strides)
+        layout = (ends, plan.shape, launch.tile, launch.page_size, load.kv.reach > _INT32_MAX, launch.direct, chain, *strides)
         log2 = base_factor("e", "2")
-        floats = (log2 / math.sqrt(plan.shape.head_dim), base_factor("2", out.base), (switches.phi or 0.0) * log2)
+        floats = (log2 / math.sqrt(plan.shape.head_dim), base_factor("2", out.base), switches.phi * log2)
         programs = len(walked) - 1 if switches.walks else len(items)
         run(ablation_kernel, programs * plan.shape.num_kv_heads, tensors, layout, floats, _arguments)
 
@@ -96,4 +106,4 @@ class Experiment:
 def _arguments(ends, *library):
     """Those of the library's kernel and the switches."""
     ints, meta = _attend_arguments(*library)
-    return ints, {**meta, **dict(zip(("FIXED", "FUSED", "WALKS", "BLOCK_S"), ends, strict=True))}
+    return ints, {**meta, **dict(zip(("MAXIMUM", "FUSED", "WALKS", "BLOCK_S"), ends, strict=True))}

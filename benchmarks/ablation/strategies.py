@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,15 +37,17 @@ class Strategy:
     def family(self) -> str:
         return self.name.split(":")[0]
 
-    def prepare(self, load: Workload) -> Callable[[], object]:
-        """What computes ``load`` into its output whenever it is called. All that is done here is not timed."""
-        return self.call(load, self.plan(load.plan))
+    def prepare(self, loads: Sequence[Workload], backend: str | None = None) -> list[Callable[[], object]]:
+        """What computes each of a case's input sets into its output whenever it is called. All that is done here is not timed.
 
-    def call(self, load: Workload, made: Plan, backend: str | None = None) -> Callable[[], object]:
-        """``backend``: of the library's kernels."""
+        The sets share one plan, and one strategy's calls share what it makes of that. ``backend``: of the library's kernels.
+        """
+        made = replace(self.plan(loads[0].plan), device=loads[0].q.device)  # a compiled set has its plan on the host
         if self.switches is not None:
-            return Experiment(load, made, self.switches)
-        return partial(attend, load.q, load.kv, made, out=load.out.o, lse_out=load.out.lse, backend=backend)
+            first = Experiment(loads[0], made, self.switches)
+            return [first.over(load) for load in loads]
+        kept = partial(attend, plan=made, backend=backend)
+        return [partial(kept, load.q, load.kv, out=load.out.o, lse_out=load.out.lse) for load in loads]
 
 
 DEFAULT = Strategy("default", lambda plan: plan)
@@ -64,8 +66,9 @@ def _merge(case: Case) -> Iterator[Strategy]:
 
 def _maximum(case: Case) -> Iterator[Strategy]:
     yield Strategy("maximum: running, in the kernel of the experiments", _same, Switches())
-    yield Strategy("maximum: fixed", _same, Switches(phi=0.0))
-    yield Strategy("maximum: fixed, far off, all computed again", _same, Switches(phi=FAR))
+    yield Strategy("maximum: fixed", _same, Switches("fixed"))
+    yield Strategy("maximum: fixed, far off, all computed again", _same, Switches("fixed", FAR))
+    yield Strategy("maximum: the first tile's", _same, Switches("first tile"))
 
 
 def _split(case: Case) -> Iterator[Strategy]:
@@ -122,10 +125,10 @@ FAMILIES: dict[str, Callable[[Case], Iterator[Strategy]]] = {
     "rows": _rows,
 }
 # Batch 1 and long (d1, d7: many states a row), one wave of equal items (d3), no split (d6), unequal lengths (d5), a tall tile
-# over shared keys (c1, c2: short; c4: bound by products), three levels (t1), several rows per request (v).
+# over shared keys (c1, c2: short; c3: of 128 rows; c4: bound by products), three levels (t1), several rows per request (v).
 CASES_OF = {
     "merge": ("d1", "d3", "d7", "v2", "c1", "c2", "t1"),
-    "maximum": ("d1", "d3", "v2", "c1", "c4"),
+    "maximum": ("d1", "d3", "v2", "c1", "c3", "c4"),
     "split": ("d1", "d3", "d5", "d6", "d7", "v2", "c1", "t1"),
     "num_splits": ("d1", "d3", "d7"),
     "heads": ("d1", "d3", "d6", "d7"),

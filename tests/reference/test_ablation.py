@@ -26,6 +26,7 @@ from cascade_fd.bench.cases import Case
 from cascade_fd.bench.measure import Row, row_of
 from cascade_fd.bench.workload import build
 from cascade_fd.hardware import PRESETS
+from cascade_fd.kernels.hopper import SWITCH
 from cascade_fd.ops.attend import attend
 from cascade_fd.planning.worklist import NODE, NUM_ROWS, Q_END, ROW0, START, STATE, STOP
 from cascade_fd.testing import numerics, oracle
@@ -154,9 +155,12 @@ def test_what_is_wrong_or_fails_is_told_and_not_timed():
         return replace(plan, lens=plan.lens - 3)
 
     class Louder(Strategy):
-        def prepare(self, load):
-            run = super().prepare(load)
-            return lambda: (run(), load.out.lse.add_(0.01))
+        def prepare(self, loads):
+            return [partial(self.run, load, call) for load, call in zip(loads, super().prepare(loads), strict=True)]
+
+        def run(self, load, call):
+            call()
+            load.out.lse.add_(0.01)
 
     told = []
     some = [
@@ -193,6 +197,16 @@ def test_a_run_writes_all_rows_and_a_table(tmp_path, monkeypatch, capsys):
     assert sum(row["case"] == "verify" for row in read) == 7
     assert all(float(row["us"]) > 0 and float(row["err"]) < 1e-5 for row in read)
     assert "3 cases in" in told.err and "rows: 2 per program, same splits" in told.out
+
+
+def test_a_run_keeps_to_the_portable_kernel(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ablation, "contest", lambda *_: seen.append(os.environ[SWITCH]) or [])
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert ablation.run([ALL["c1"]], ["maximum"]) == [] and seen == ["0"] and SWITCH not in os.environ
+    monkeypatch.setenv(SWITCH, "1")
+    ablation.run([ALL["c1"]], ["maximum"])
+    assert seen == ["0", "0"] and os.environ[SWITCH] == "1"
 
 
 def test_the_table_compares_with_the_default_of_the_case():
