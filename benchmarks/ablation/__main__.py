@@ -1,4 +1,7 @@
-"""Strategies of the literature, each in turn with our default: ``python -m benchmarks.ablation --out FILE.csv``. Needs rich."""
+"""Strategies of the literature, each in turn with our default: ``python -m benchmarks.ablation --out FILE.csv``. Needs rich.
+
+Runs with CASCADE_FD_HOPPER=0, see the package.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.ablation.compiling import compile_all
-from benchmarks.ablation.contest import contest
+from benchmarks.ablation.contest import contest, portable
 from benchmarks.ablation.strategies import ALL, CASES_OF, DEFAULT, FAMILIES, strategies
 from benchmarks.peers.race import reason
 from cascade_fd.bench.cases import Case
@@ -41,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run([ALL[name] for name in cases], families, options.out)
 
 
+@portable()
 def run(cases: Sequence[Case], families: Sequence[str], out: Path | None = None) -> list[Row]:
     """Measure, print in a line each what failed, then a table; append the rows of every case to ``out`` as they come."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -13,9 +15,24 @@ from benchmarks.peers.race import Say, Where, reason
 from cascade_fd.bench.cases import Case
 from cascade_fd.bench.measure import MAX_ERROR, Row, input_sets, medians_us, replays_on, row_of, timer
 from cascade_fd.bench.workload import Workload
+from cascade_fd.kernels.hopper import SWITCH
 
 Call = Callable[[], object]
 MAX_LSE_ERROR = 1e-3  # against the default's: sums in float32 of the same products
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """Inside the block, and in processes that begin there, no launch takes the Hopper kernel."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
 
 
 def contest(case: Case, some: Sequence[Strategy], device: torch.device, where: Where, say: Say) -> list[Row]:
@@ -25,7 +42,7 @@ def contest(case: Case, some: Sequence[Strategy], device: torch.device, where: W
     ready = []
     for strategy in some:
         try:
-            calls = [strategy.prepare(load) for load in loads]
+            calls = strategy.prepare(loads)
             error = max(_error(loads[i], calls[i], lses) for i in (0, -1))
             _check(error)
             ready.append((strategy, calls, error, timer(calls, device)))

@@ -2,9 +2,11 @@
 
 import csv
 import io
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -91,8 +93,17 @@ def test_a_plan_made_over_computes_the_same(name, change):
     keys = np.repeat(case.seq_lens, case.q_len) - np.tile(np.arange(case.q_len)[::-1], case.requests)
     want = np.arange(seen.shape[1]) < np.repeat(keys, made.shape.group)[:, None]
     assert (seen == want).all()  # every key of every row once
+    assert all(launch.direct == bool((launch.items[:, STATE] < 0).any()) for launch in made.launches)
     counts = np.repeat(state_counts(made).numpy(), made.shape.group)
     assert all(sorted(mine) == (list(range(n)) if n else [-1]) for mine, n in zip(states, counts, strict=True))
+
+
+def test_input_sets_share_the_plan_made_over():
+    load = load_of("decode")
+    first, second = Strategy("heads: x", lambda plan: with_rows(plan, 1)).prepare([load, replace(load, q=load.q.clone())])
+    assert first.keywords["plan"] is second.keywords["plan"] is not load.plan and first.args[0] is not second.args[0]
+    first, second = Strategy("merge: x", in_sequence, Switches(fused=True)).prepare([load, replace(load, q=load.q.clone())])
+    assert first.arrived is second.arrived and first.plan is second.plan and first.load is not second.load
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 12])
