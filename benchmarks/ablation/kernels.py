@@ -103,16 +103,17 @@ def one_item(
     o = acc * inverse(l)[:, None]
     lse = log_sum(m, l, 1.0, 1.0)
     d = tl.arange(0, BLOCK_DV)
-    o_ok = row_ok[:, None] & (d < DV)[None, :]
     out_at = out_row * stride_out_t + head * stride_out_h
     lse_at = out_row * stride_lse_t + head.to(tl.int64) * stride_lse_h
     if DIRECT:
-        direct = state < 0
-        tl.store(out_ptr + out_at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=o_ok & direct)
-        tl.store(lse_ptr + lse_at, lse * lse_scale, mask=row_ok & direct)
-        row_ok = row_ok & (state >= 0)
-        o_ok = o_ok & (state >= 0)
+        num_direct = tl.where(state < 0, num_rows, 0)
+        direct = r < num_direct
+        o_ok = direct[:, None] & (d < DV)[None, :]
+        tl.store(out_ptr + out_at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=o_ok)
+        tl.store(lse_ptr + lse_at, lse * lse_scale, mask=direct)
+        row_ok = r < num_rows - num_direct
     first_slot = tl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0)
+    o_ok = row_ok[:, None] & (d < DV)[None, :]
     H: tl.constexpr = HKV * G
     part = (first_slot.to(tl.int64) + state) * H + head
     tl.store(part_o_ptr + part[:, None] * DV + d[None, :], o, mask=o_ok, eviction_policy="evict_last")

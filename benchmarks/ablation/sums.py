@@ -74,12 +74,12 @@ def range_sums(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     n = tl.arange(0, BLOCK_N)
     pos = tl.minimum(start + n, stop - 1)
-    page = page_ids(ids_ptr, pos, start < stop, PAGE_SIZE)
+    page = page_ids(ids_ptr, pos, pos >= start, PAGE_SIZE)
     for n0 in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         k_offsets = key_offsets(page, pos, stride_k_p, stride_k_t, PAGE_SIZE, WIDE)
         v_offsets = key_offsets(page, pos, stride_v_p, stride_v_t, PAGE_SIZE, WIDE)
         pos = tl.minimum(n0 + BLOCK_N + n, stop - 1)
-        page = page_ids(ids_ptr, pos, True, PAGE_SIZE)
+        page = page_ids(ids_ptr, pos, None, PAGE_SIZE)
         k = load_tile(k_ptr, k_offsets, True, D, BLOCK_D, False)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if n0 + BLOCK_N > seen_by_all:

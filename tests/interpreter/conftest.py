@@ -12,18 +12,6 @@ DTYPES = [torch.float32, torch.float16]
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
-else:
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    _binary_op = InterpreterBuilder.binary_op
-
-    def _binary_op_of_masks(self, lhs, rhs, op):
-        """What is compared says int32 of itself: splat, that is no mask, and Triton 3.9 refuses to load and store by it."""
-        result = _binary_op(self, lhs, rhs, op)
-        return TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
-
-    InterpreterBuilder.binary_op = _binary_op_of_masks
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: str(d).removeprefix("torch."))
