@@ -15,7 +15,7 @@ from benchmarks.peers.race import Say, Where, reason
 from cascade_fd.bench.cases import Case
 from cascade_fd.bench.measure import MAX_ERROR, Row, input_sets, medians_us, replays_on, row_of, timer
 from cascade_fd.bench.workload import Workload
-from cascade_fd.kernels.hopper import SWITCH
+from cascade_fd.tiles import HOPPER_SWITCH
 
 Call = Callable[[], object]
 MAX_LSE_ERROR = 1e-3  # against the default's: sums in float32 of the same products
@@ -24,15 +24,15 @@ MAX_LSE_ERROR = 1e-3  # against the default's: sums in float32 of the same produ
 @contextmanager
 def portable() -> Iterator[None]:
     """Inside the block, and in processes that begin there, no launch takes the Hopper kernel."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "0"
+    before = os.environ.get(HOPPER_SWITCH)
+    os.environ[HOPPER_SWITCH] = "0"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[SWITCH]
+            del os.environ[HOPPER_SWITCH]
         else:
-            os.environ[SWITCH] = before
+            os.environ[HOPPER_SWITCH] = before
 
 
 def contest(case: Case, some: Sequence[Strategy], device: torch.device, where: Where, say: Say) -> list[Row]:

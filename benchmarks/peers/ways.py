@@ -33,26 +33,29 @@ class Way:
         return self.kind + (f" x {self.chunks}" if self.chunks > 1 else "") + (f" split {self.split}" if self.split else "")
 
 
-FA2, FA3, CORES = Way("fa2"), Way("fa3"), Way("tensor-core decode")
+FA2, FA3, CORES, PLAIN = Way("fa2"), Way("fa3"), Way("tensor-core decode"), Way("decode")
 
 
 def flat_ways(case: Case) -> list[Way]:
     """For requests that share nothing: at most eight."""
     longest = int(case.seq_lens.max())
     splits = [replace(CORES, split=split) for split in SPLITS if split * case.page_size < longest]
-    first = [FA2, FA3] if case.q_len > 1 else [Way("decode")]
+    first = [FA2, FA3] if case.q_len > 1 else [PLAIN]
     return [CORES, *first, Way("BatchAttention"), *splits]
 
 
 def composed_ways(case: Case, overlapping: bool) -> list[tuple[Way, ...]]:
-    """Ways for the levels of a case, root first: at most seven for levels that overlap, three for levels in sequence."""
+    """Ways for the levels of a case, root first: at most nine for levels that overlap, three for levels in sequence."""
     inner, pages = len(case.levels) - 2, case.levels[0][1] // case.page_size
     splits = [replace(FA2, split=split) for split in reversed(SPLITS[:3]) if 2 * split <= pages][:2]
     roots = [FA3, *_chunked(case, pages), FA2, *splits]
     made = [(root, *inner * (Way(root.kind),), CORES) for root in roots]
     if not overlapping:
         return [ways for ways in made if ways[0] in (FA3, roots[1], FA2)]
-    return [*made, (roots[1], *inner * (FA2,), CORES)] if inner else [*made, (roots[1], FA2)]
+    if inner:
+        return [*made, (roots[1], *inner * (FA2,), CORES)]
+    short = [(root, PLAIN) for root in roots[:2]] if case.q_len == 1 else []  # on short private ranges it is the fastest
+    return [*made, (roots[1], FA2), *short]
 
 
 def _chunked(case: Case, pages: int) -> Iterator[Way]:

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,20 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 @pytest.fixture(params=DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def target(request):
     return Target("triton", "cpu", request.param)
+
+
+@pytest.fixture(autouse=True)
+def fixed_order(request, monkeypatch):
+    """For tests of bits. On some CPUs NumPy's matmul adds up a row differently by where it is; einsum does not."""
+    if "does_not_feel" not in request.node.name:
+        return
+    from triton.runtime import interpreter
+
+    def dot(self, a, b, d, *rest):
+        product = np.einsum("ik,kj->ij", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.fixture

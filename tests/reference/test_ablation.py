@@ -28,10 +28,10 @@ from cascade_fd.bench.cases import Case
 from cascade_fd.bench.measure import Row, row_of
 from cascade_fd.bench.workload import build
 from cascade_fd.hardware import PRESETS
-from cascade_fd.kernels.hopper import SWITCH
 from cascade_fd.ops.attend import attend
 from cascade_fd.planning.worklist import NODE, NUM_ROWS, Q_END, ROW0, START, STATE, STOP
 from cascade_fd.testing import numerics, oracle
+from cascade_fd.tiles import HOPPER_SWITCH
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -212,12 +212,12 @@ def test_a_run_writes_all_rows_and_a_table(tmp_path, monkeypatch, capsys):
 
 def test_a_run_keeps_to_the_portable_kernel(monkeypatch):
     seen = []
-    monkeypatch.setattr(ablation, "contest", lambda *_: seen.append(os.environ[SWITCH]) or [])
-    monkeypatch.delenv(SWITCH, raising=False)
-    assert ablation.run([ALL["c1"]], ["maximum"]) == [] and seen == ["0"] and SWITCH not in os.environ
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr(ablation, "contest", lambda *_: seen.append(os.environ[HOPPER_SWITCH]) or [])
+    monkeypatch.delenv(HOPPER_SWITCH, raising=False)
+    assert ablation.run([ALL["c1"]], ["maximum"]) == [] and seen == ["0"] and HOPPER_SWITCH not in os.environ
+    monkeypatch.setenv(HOPPER_SWITCH, "1")
     ablation.run([ALL["c1"]], ["maximum"])
-    assert seen == ["0", "0"] and os.environ[SWITCH] == "1"
+    assert seen == ["0", "0"] and os.environ[HOPPER_SWITCH] == "1"
 
 
 def test_the_table_compares_with_the_default_of_the_case():
