@@ -26,6 +26,7 @@ class AttendTile:
         fits: programs that can be resident; ``attend_tile`` counts them by shared memory.
         registers: most registers per thread; 0: as many as the compiler likes (NVIDIA only).
         kernel: "attend", the portable one, or "hopper".
+        lone: only for a call that is one launch.
     """
 
     block_m: int
@@ -36,6 +37,7 @@ class AttendTile:
     fits: int = 1
     registers: int = 0
     kernel: str = "attend"
+    lone: bool = False
 
     def smem(self, arch: str, head_dims: tuple[int, int], itemsize: int) -> int:
         """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (on NVIDIA) q."""
@@ -76,14 +78,16 @@ def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page
 
 
 # (arch, bytes per element) -> tiles, by rows, then by how many fit an SM.
-# sm_90, 2 bytes: measured on an H200, D = 128, page 16, 2026-11-29 (benchmarks/NOTES.md). Of 16 and 32 rows there are two:
-# three stages and two programs per SM read fastest when that holds all the work; else two stages and four per SM, which
-# keep batches of up to 528 programs in one wave (d4: 240 us against 279). With 184 registers, 64 or 128 rows leave room for two
-# small programs of another launch on the same SM (c3: 163 us before, 126 then).
+# sm_90, 2 bytes: measured on an H200, D = 128, page 16, 2026-11-30 (benchmarks/NOTES.md). Of 16 and 32 rows there are several:
+# three stages and two programs per SM read fastest when that holds all the work; else two stages and four or five per SM, which
+# keep batches of up to 660 programs in one wave (d4: 240 us against 279); beyond, steps of 32 keys, three of them in flight
+# (128 requests of 8,192 keys: 955 us against 991). With 184 registers, 64 or 128 rows leave room for two small programs of
+# another launch on the same SM (c3: 163 us before, 126 then).
 _ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
     ("sm_90", 2): (
         AttendTile(16, 64, 2, 3, 2),
         AttendTile(16, 64, 2, 2, 5),
+        AttendTile(16, 32, 2, 4, 4, lone=True),
         AttendTile(32, 64, 2, 3, 2),
         AttendTile(32, 64, 2, 2, 4),
         AttendTile(64, 128, 4, 2, 1, registers=248),
@@ -110,16 +114,24 @@ def tile_rows(hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int]) -> t
 
 
 def attend_tile(
-    hw: Hardware, dtype: torch.dtype, head_dims: tuple[int, int], rows: int, programs: int = 1, *, beside: bool = False
+    hw: Hardware,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    rows: int,
+    programs: int = 1,
+    *,
+    beside: bool = False,
+    alone: bool = False,
 ) -> AttendTile:
     """The smallest tile that holds ``rows`` packed rows, or the largest there is, shrunk until its pipeline fits.
 
     Of tiles with as many rows, the first that can have ``programs`` resident at once, or the last: the one that takes least
-    of an SM, as it should ``beside`` another launch.
+    of an SM, as it should ``beside`` another launch. ``alone``: no other launch belongs to the call.
     """
     by_rows = _tiles(hw.arch, hw.smem, dtype, head_dims)
     same = by_rows.get(rows) or next((tiles for size, tiles in by_rows.items() if size >= rows), None)
     same = same or by_rows[max(by_rows)]
+    same = tuple(t for t in same if alone or not t.lone)
     return next((t for t in same if t.per_sm * hw.num_sms >= programs and not beside), same[-1])
 
 

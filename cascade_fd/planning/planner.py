@@ -145,7 +145,8 @@ def _launches(
         if frame.tiles:
             tile = frame.tiles[rows]
         elif tile.kernel == "attend":
-            tile = pick_tile(hw, shape, rows, int(programs.sum()), before > BESIDE * busy)
+            use = {"crowded": before > BESIDE * busy, "alone": len(kinds) == 1}
+            tile = pick_tile(hw, shape, rows, int(programs.sum()), **use)
         groups.append(Group(tile, nodes, programs))
         if load:
             load.per_sm = tile.per_sm

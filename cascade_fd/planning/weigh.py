@@ -23,9 +23,11 @@ MOST_TILES = 8  # small tiles that may stand for a large one
 BESIDE = 0.25  # from this share of a launch's work on, what runs before it takes enough of the SMs to call for small programs
 
 
-def pick_tile(hw: Hardware, shape: Shape, rows: int, programs: int = 1, crowded: bool = False) -> AttendTile:
-    """The tile of a launch. ``crowded``: much work is launched before it."""
-    return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps)
+def pick_tile(
+    hw: Hardware, shape: Shape, rows: int, programs: int = 1, *, crowded: bool = False, alone: bool = False
+) -> AttendTile:
+    """The tile of a launch. ``crowded``: much work is launched before it. ``alone``: no other launch belongs to the call."""
+    return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
 Kind = tuple[int, int, int, int, bool]
@@ -210,7 +212,8 @@ class Scale:
             kernel = "hopper" if hopper and size == HOPPER.block_m else "attend"
             load = Load(size, bundle.tile.per_sm, bundle.programs, bundle.reads, 1, self.block[size], kernel)
             work = load.busy(hw.costs, hw.num_sms)
-            bundle.tile = HOPPER if load.alone else pick_tile(hw, self.shape, size, bundle.programs, before > BESIDE * work)
+            use = {"crowded": before > BESIDE * work, "alone": len(launches) == 1}
+            bundle.tile = HOPPER if load.alone else pick_tile(hw, self.shape, size, bundle.programs, **use)
             load.per_sm = bundle.tile.per_sm
             loads.append(load)
             before += 0.0 if load.alone else work

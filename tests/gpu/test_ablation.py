@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.ablation.experiment import Experiment, Switches
-from cascade_fd.bench.cases import CASES
+from cascade_fd.bench import cases as bench_cases
 from cascade_fd.bench.measure import capture_stream, captured
 from cascade_fd.bench.workload import build
 from tests.contract.ablation import *  # noqa: F403
@@ -13,7 +13,7 @@ from tests.contract.ablation import *  # noqa: F403
 @pytest.mark.parametrize("name", ["d1", "d3", "v2", "c1", "t1"])
 def test_the_last_arriver_in_replays(name):
     """Counters begin again by themselves, and whoever merges, the bits are the same."""
-    load = build(CASES[name], torch.device("cuda"), torch.bfloat16)
+    load = build(bench_cases.CASES[name], torch.device("cuda"), torch.bfloat16)
     call = Experiment(load, load.plan, Switches(fused=True))
     with torch.cuda.stream(capture_stream()):
         call()

@@ -112,7 +112,7 @@ def test_one_graph_serves_growing_requests_and_other_batches(target):
     server.check(replay(), live.tolist())
     for groups, own in (([(2, 9), (3, 16)], [9, 3]), ([(6, 22)], [20]), ([(3, 5)], [50]), ([], [1]), ([(1, 0)] * 6, [300, 2])):
         rows, lens = batch(groups, own, room=0, page=16)  # fewer requests than were captured, other groups, or none
-        plan.update_(server.plan(rows, lens, **options))
+        plan.update_(server.tree(rows, lens))  # with the tiles that were captured
         lens += [0] * (REQUESTS - len(lens))
         server.check(replay(), lens)
         plan.advance(333)
