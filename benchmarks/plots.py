@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from cascade_fd.bench.cases import CASES
+
 Rows = list[dict[str, str]]
 # Okabe and Ito's colours, which colour-blind people can tell apart; by how a provider's name begins.
 FAMILIES = {
@@ -53,7 +55,7 @@ def best_rates(rows: Rows) -> dict[int, dict[str, dict[int, float]]]:
 def peers(rows: Rows) -> Figure:
     """Time over the floor, case by case, against the best of every peer."""
     best = best_over_floor(rows)
-    cases = list(dict.fromkeys(row["case"] for row in rows if row["case"] in best["cascade_fd"]))
+    cases = sorted(best["cascade_fd"], key=list(CASES).index)
     figure = Figure((11, 3.6), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(best)
@@ -64,7 +66,7 @@ def peers(rows: Rows) -> Figure:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(ylabel="time over the floor", title=_where(rows), ylim=(0.9, 3.6), xlim=(-0.6, len(cases) - 0.4))
     axes.set_xticks(range(len(cases)), cases)
-    axes.legend(frameon=False, ncols=len(best))
+    axes.legend(frameon=False, ncols=len(best), fontsize=8, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
