@@ -127,6 +127,7 @@ H200 = Costs(
     state=0.411,
     tiles=(
         TileCost(16, 2, 1.23, 1.13, 0.431, 0.963),
+        TileCost(16, 4, 1.65, 0.755, 0.431, 0.963),  # newer than the measurement: as the next
         TileCost(16, 5, 1.65, 0.755, 0.431, 0.963),
         TileCost(32, 2, 1.38, 2.77, 0.279, 0.984),
         TileCost(32, 4, 3.56, 0.416, 0.279, 0.984),
