@@ -139,12 +139,12 @@ def _launches(
     for rows, nodes in kinds:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
         tile, load, busy = HOPPER if hopper and rows == HOPPER.block_m else pick_tile(hw, shape, rows), None, 0.0
+        if frame.tiles:
+            tile = frame.tiles[rows]
         if len(kinds) > 1 or rows == HOPPER.block_m:
             load = _load(tile, programs, work.tokens[nodes], shape)
             busy = load.busy(hw.costs, hw.num_sms)
-        if frame.tiles:
-            tile = frame.tiles[rows]
-        elif tile.kernel == "attend":
+        if not frame.tiles and tile.kernel == "attend":
             use = {"crowded": before > BESIDE * busy, "alone": len(kinds) == 1}
             tile = pick_tile(hw, shape, rows, int(programs.sum()), **use)
         groups.append(Group(tile, nodes, programs))

@@ -165,6 +165,23 @@ def test_plans_say_which_kernel_takes_a_launch():
     assert "Hopper kernel" not in plan_of(page=8).explain()
 
 
+def test_a_batch_that_is_planned_into_a_plan_keeps_its_kernel():
+    """A captured graph holds the Hopper kernel: other batches are planned for it too, whatever would pay."""
+    ids = torch.arange(64 * 60, dtype=torch.int32).view(64, 60)
+
+    def tree(requests):
+        lens = [640] * requests + [0] * (64 - requests)
+        table = PageTable.from_block_table(ids, 16)
+        return PrefixTree.from_levels([Level([0, 64], [320]), Level(range(65), [max(n - 320, 0) for n in lens])], table=table)
+
+    hw = replace(PRESETS["sm_90"], costs=PRESETS["sm_90"].costs.preferring("hopper"))
+    shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    made = cf.plan(tree(64), **shape, device="cpu", hardware=hw, share="always").with_room()
+    assert kernels(made) == ["hopper", "attend"]
+    made.update_(tree(40))
+    assert kernels(made) == ["hopper", "attend"] and made.num_items > 40
+
+
 def test_gluon_is_imported_when_it_is_needed():
     code = "import cascade_fd.backends.triton, sys; print('cascade_fd.kernels.hopper_kernel' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
