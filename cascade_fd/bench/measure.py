@@ -60,8 +60,9 @@ def input_sets(case: Case, device: torch.device, split: str | int = "balanced") 
 
 
 def setting_of(load: Workload, split: str | int) -> str:
-    """What a row says of our plan."""
-    return f"split={split}, launches={len(load.plan.launches)}, items={load.plan.num_items}"
+    """What a row says of our plan: its launches by kernel and rows of the tile."""
+    tiles = (f"{launch.tile.kernel} {launch.tile.block_m}" for launch in load.plan.launches)
+    return f"split={split}, launches={' + '.join(tiles)}, items={load.plan.num_items}"
 
 
 def row_of(case: Case, provider: str, setting: str, us: float, error: float, where: dict[str, str]) -> Row:
