@@ -13,7 +13,7 @@ from benchmarks.ablation.kernels import ablation_kernel
 from benchmarks.ablation.rewrite import state_counts, walks
 from cascade_fd.backends.triton import merge_rows
 from cascade_fd.bench.workload import Workload
-from cascade_fd.kernels.attend import _INT32_MAX, _attend_arguments
+from cascade_fd.kernels.attend import _INT32_MAX, _attend_arguments, operands
 from cascade_fd.kernels.launch import CAN_CHAIN, run
 from cascade_fd.planning.worklist import NUM_ROWS, Plan
 from cascade_fd.state import AttentionState, base_factor
@@ -78,28 +78,14 @@ class Experiment:
     def _launch(self, i: int, partials: AttentionState) -> None:
         load, plan, walked, switches = self.load, self.plan, self.walks[i], self.switches
         launch, q, k, v, out = plan.launches[i], load.q, load.kv.k, load.kv.v, load.out
-        items, ids = launch.items, launch.ids
-        tensors = (
-            q,
-            k,
-            v,
-            items if ids is None else ids,
-            items,
-            plan.lens,
-            plan.rows,
-            partials.o,
-            partials.lse,
-            out.o,
-            out.lse,
-        )
-        tensors += (walked, self.counts, self.arrived, self.again)
+        tensors = (q, k, v, *operands(plan, launch, partials, out), walked, self.counts, self.arrived, self.again)
         ends = (switches.maximum, switches.fused, switches.walks, self.at_once[i])
         strides = (q.stride(), k.stride(), v.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
         chain = min(i + 1, 2) if plan.chained and CAN_CHAIN else 0
         layout = (ends, plan.shape, launch.tile, launch.page_size, load.kv.reach > _INT32_MAX, launch.direct, chain, *strides)
         log2 = base_factor("e", "2")
         floats = (log2 / math.sqrt(plan.shape.head_dim), base_factor("2", out.base), switches.phi * log2)
-        programs = len(walked) - 1 if switches.walks else len(items)
+        programs = len(walked) - 1 if switches.walks else len(launch.items)
         run(ablation_kernel, programs * plan.shape.num_kv_heads, tensors, layout, floats, _arguments)
 
 

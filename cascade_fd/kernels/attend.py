@@ -140,6 +140,12 @@ def attend_kernel(
     tl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
 
 
+def operands(plan, launch, partials, out):
+    """What a kernel takes for a launch beside q and a store: plan arrays, then outputs. A dense store's ids are not read."""
+    ids = launch.items if launch.ids is None else launch.ids
+    return ids, launch.items, plan.lens, plan.rows, partials.o, partials.lse, out.o, out.lse
+
+
 def launch_attend(q, store, plan, launch, partials, out, scales, chain=0):
     """Launch once. ``partials`` is contiguous ``[slots, Hq, Dv]`` float32 in base 2; ``out`` has any strides.
 
@@ -148,23 +154,10 @@ def launch_attend(q, store, plan, launch, partials, out, scales, chain=0):
     shape, tile, k, v = plan.shape, launch.tile, store.k, store.v
     if tile.kernel != "attend":  # planned for a kernel that cannot run here; items are the same
         tile = attend_tile(plan.hardware, shape.dtype, shape.head_dims, tile.block_m)
-    items, ids = launch.items, launch.ids
-    tensors = (
-        q,
-        k,
-        v,
-        items if ids is None else ids,
-        items,
-        plan.lens,
-        plan.rows,
-        partials.o,
-        partials.lse,
-        out.o,
-        out.lse,
-    )
+    tensors = (q, k, v, *operands(plan, launch, partials, out))
     strides = (q.stride(), k.stride(), v.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
     layout = (shape, tile, launch.page_size, store.reach > _INT32_MAX, launch.direct, chain, *strides)
-    grid = items.shape[0] * shape.num_kv_heads
+    grid = launch.items.shape[0] * shape.num_kv_heads
     run(attend_kernel, grid, tensors, layout, scales, _attend_arguments)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cascade_fd.kernels.attend import operands
 from cascade_fd.kernels.launch import TRITON, is_recording, may_enter_early, run
 from cascade_fd.kv import KVStore
 from cascade_fd.planning.worklist import Launch, Plan
@@ -54,21 +55,10 @@ def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
 
     It is not where it does not compile: one warning, and no further attempt.
     """
-    shape, items, ids = plan.shape, launch.items, launch.ids
-    tensors = (
-        q,
-        items if ids is None else ids,
-        items,
-        plan.lens,
-        plan.rows,
-        partials.o,
-        partials.lse,
-        out.o,
-        out.lse,
-    )
+    shape, tensors = plan.shape, (q, *operands(plan, launch, partials, out))
     strides = (q.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
     layout = (shape, launch.page_size, chain, *strides)
-    grid = items.shape[0] * shape.num_kv_heads
+    grid = launch.items.shape[0] * shape.num_kv_heads
     try:
         run(_kernel(), grid, tensors, layout, scales, _hopper_arguments, _descriptors(store)[1])
     except Exception as error:
@@ -106,7 +96,7 @@ def _hopper_arguments(shape, page_size, chain, q, table, out, lse):
         "CONSUMER_REGS": HOPPER.registers,
         "PRODUCER_REGS": HOPPER_FETCH_REGISTERS,
         "CHAIN": chain,
-        "num_warps": 4,
+        "num_warps": HOPPER.num_warps,
         **may_enter_early(chain == 2),
     }
 

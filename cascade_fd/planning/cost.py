@@ -50,7 +50,7 @@ class Load:
         return busy * (1 + TAIL * (math.ceil(waves) / waves - 1)) if waves > 1 else busy
 
     @property
-    def alone(self) -> bool:
+    def exclusive(self) -> bool:
         """Whether no program of another launch finds room beside it."""
         return self.kernel == "hopper"
 
@@ -99,7 +99,7 @@ def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Cost
 
 def _hidden_us(loads: Sequence[Load], times: Sequence[float], hw: Hardware) -> float:
     """What launches hide of each other. The next one enters when the last wave of the first has begun."""
-    beside = [i for i, load in enumerate(loads) if not load.alone]
+    beside = [i for i, load in enumerate(loads) if not load.exclusive]
     if len(beside) < 2:
         return 0.0
     first, mine = loads[beside[0]], [times[i] for i in beside]
@@ -122,7 +122,7 @@ def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
 
     ``loads`` are of items of one block.
     """
-    beside = [load for load in loads if not load.alone]
+    beside = [load for load in loads if not load.exclusive]
     if len(beside) < 2 or not hw.overlaps:
         return [1] * len(loads)
     total = sum(load.busy(hw.costs, hw.num_sms) for load in beside)
@@ -130,5 +130,5 @@ def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     for load in loads:
         share = HIDDEN if load is beside[0] else HIDDEN_LATER
         step = load.chain(hw.costs) * (1 + CROWDED * (1 - load.busy(hw.costs, hw.num_sms) / total))
-        least.append(1 if load.alone or not step else max(1, int(share * total / step)))
+        least.append(1 if load.exclusive or not step else max(1, int(share * total / step)))
     return least

@@ -45,17 +45,22 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     kind_of, kinds = _kinds(tree, work, stuck)
     counts = tuple(np.bincount(kind_of, minlength=len(kinds)).tolist())
     S = tree.num_shared
-    where = Where(shape, hw, sizes, not frame.tiles and has_hopper(tree, frame))
+    where = Where(shape, hw, sizes, has_hopper(tree, frame))
     verdict = _decide(kinds, counts, _private(work.num_rows[S:], work.tokens[S:]), where)
     keep[:S] = verdict.folded[kind_of]
     return Choice(keep, verdict.sizes, verdict.once[kind_of], verdict.each[kind_of], "", stuck, verdict.compared)
 
 
 def has_hopper(tree: PrefixTree, frame: Frame) -> bool:
-    """Whether launches may be planned for the Hopper kernel; what stores and the machine say against it is seen later."""
+    """Whether launches may be planned for the Hopper kernel, or not: what stores and the machine say against it is seen later.
+
+    Where the tiles are another plan's there is nothing to choose.
+    """
     shape, hw = frame.shape, frame.hardware
+    if frame.tiles or not hw.costs.knows("hopper"):
+        return False
     pages = {0 if table is None else table.page_size for table in tree.tables}
-    return hw.costs.knows("hopper") and not any(hopper_lacks(hw.arch, shape.dtype, shape.head_dims, page) for page in pages)
+    return not any(hopper_lacks(hw.arch, shape.dtype, shape.head_dims, page) for page in pages)
 
 
 def foldable(tree: PrefixTree) -> np.ndarray:

@@ -12,7 +12,7 @@ from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
-from cascade_fd.planning.weigh import BESIDE, pick_tile
+from cascade_fd.planning.weigh import pick_tile, settle
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
 from cascade_fd.tiles import HOPPER, AttendTile, tile_rows
@@ -116,7 +116,7 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     hw, split = frame.hardware, frame.asked.split
     kinds = _group(tree, work.tokens, work.num_rows, choice.sizes)
     launched = _launches(work, kinds, frame)
-    if kinds and kinds[0][0] == HOPPER.block_m and not frame.tiles and has_hopper(tree, frame):
+    if kinds and kinds[0][0] == HOPPER.block_m and has_hopper(tree, frame):
         launched = min(launched, _launches(work, kinds, frame, hopper=True), key=lambda both: _expected(both[1], hw))
     groups, loads = launched
     page = _page_sizes(tree, work)
@@ -138,20 +138,17 @@ def _launches(
     before = 0.0
     for rows, nodes in kinds:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
-        tile, load, busy = HOPPER if hopper and rows == HOPPER.block_m else pick_tile(hw, shape, rows), None, 0.0
+        tile = HOPPER if hopper and rows == HOPPER.block_m else pick_tile(hw, shape, rows)
         if frame.tiles:
             tile = frame.tiles[rows]
         if len(kinds) > 1 or rows == HOPPER.block_m:
             load = _load(tile, programs, work.tokens[nodes], shape)
-            busy = load.busy(hw.costs, hw.num_sms)
-        if not frame.tiles and tile.kernel == "attend":
-            use = {"crowded": before > BESIDE * busy, "alone": len(kinds) == 1}
-            tile = pick_tile(hw, shape, rows, int(programs.sum()), **use)
-        groups.append(Group(tile, nodes, programs))
-        if load:
-            load.per_sm = tile.per_sm
+            if not frame.tiles:
+                tile, before = settle(load, before, shape, hw, alone=len(kinds) == 1)
             loads.append(load)
-            before += 0.0 if load.alone else busy
+        elif not frame.tiles:
+            tile = pick_tile(hw, shape, rows, int(programs.sum()), alone=True)
+        groups.append(Group(tile, nodes, programs))
     return groups, loads
 
 

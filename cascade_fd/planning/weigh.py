@@ -30,6 +30,17 @@ def pick_tile(
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
+def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
+    """The tile of a launch, which its load is given too; and SM time ``before`` the next launch, from that before it."""
+    if load.exclusive:
+        tile, busy = HOPPER, 0.0
+    else:
+        busy = load.busy(hw.costs, hw.num_sms)
+        tile = pick_tile(hw, shape, load.rows, int(load.programs), crowded=before > BESIDE * busy, alone=alone)
+    load.per_sm = tile.per_sm
+    return tile, before + busy
+
+
 Kind = tuple[int, int, int, int, bool]
 
 
@@ -211,12 +222,8 @@ class Scale:
         for size, bundle in launches:
             kernel = "hopper" if hopper and size == HOPPER.block_m else "attend"
             load = Load(size, bundle.tile.per_sm, bundle.programs, bundle.reads, 1, self.block[size], kernel)
-            work = load.busy(hw.costs, hw.num_sms)
-            use = {"crowded": before > BESIDE * work, "alone": len(launches) == 1}
-            bundle.tile = HOPPER if load.alone else pick_tile(hw, self.shape, size, bundle.programs, **use)
-            load.per_sm = bundle.tile.per_sm
+            bundle.tile, before = settle(load, before, self.shape, hw, alone=len(launches) == 1)
             loads.append(load)
-            before += 0.0 if load.alone else work
         rows, states = 0, 0
         for load, (_, bundle), least in zip(loads, launches, hidden(loads, hw), strict=True):
             part = Cuttable(bundle.split, bundle.longest, bundle.blocks, bundle.programs).part(bundle.tile, hw.num_sms, least)
