@@ -19,9 +19,9 @@ from rich.table import Table
 from benchmarks.ablation.compiling import compile_all
 from benchmarks.ablation.contest import contest, portable
 from benchmarks.ablation.strategies import ALL, CASES_OF, DEFAULT, FAMILIES, strategies
-from benchmarks.peers.race import reason
+from benchmarks.peers.race import attempt, reason
 from cascade_fd.bench.cases import Case
-from cascade_fd.bench.measure import Row, machine, write_csv
+from cascade_fd.bench.measure import Row, machine
 from cascade_fd.checks import check_choice
 from cascade_fd.hardware import hardware_of
 
@@ -60,15 +60,7 @@ def run(cases: Sequence[Case], families: Sequence[str], out: Path | None = None)
         say(f"compiled in {time.perf_counter() - begin:.0f} s")
     rows: list[Row] = []
     for case, some in track(wanted.items(), "Measuring", console=console):
-        try:
-            new = contest(case, some, device, where, say)
-            rows.extend(new)
-            if out is not None and new:
-                write_csv(out, new)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        except Exception as fault:
-            say(f"{case.name}: {reason(fault)}")
+        attempt(case.name, partial(contest, case, some, device, where, say), rows, out, say)
     show(rows)
     say(f"{len(wanted)} cases in {time.perf_counter() - begin:.0f} s")
     return rows

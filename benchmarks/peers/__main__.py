@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from rich.table import Table
 
 from benchmarks.peers import fa3, flashinfer, vllm_fa3
 from benchmarks.peers.provider import OURS, Provider
-from benchmarks.peers.race import PROVIDERS, USUAL, Wanted, ceilings, race, reason
+from benchmarks.peers.race import PROVIDERS, USUAL, Wanted, attempt, ceilings, race
 from benchmarks.peers.sweeps import SWEEPS
 from cascade_fd.bench.cases import CASES, Case
-from cascade_fd.bench.measure import Row, machine, write_csv
+from cascade_fd.bench.measure import Row, machine
 from cascade_fd.checks import check_choice
 
 # How names of providers start, and what their column is called.
@@ -74,22 +74,10 @@ def run(cases: Sequence[Case], names: Sequence[str], out: Path | None = None, wa
     where, console, begin = machine(device), Console(stderr=True, soft_wrap=True, highlight=False), time.perf_counter()
     say = partial(console.print, markup=False)
     rows: list[Row] = []
-
-    def attempt(what: str, make: Callable[[], list[Row]]) -> None:
-        try:
-            new = make()
-            rows.extend(new)
-            if out is not None and new:
-                write_csv(out, new)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        except Exception as fault:
-            say(f"{what}: {reason(fault)}")
-
     if device.type == "cuda":
-        attempt("ceilings", partial(ceilings, device, where))
+        attempt("ceilings", partial(ceilings, device, where), rows, out, say)
     for case in track(cases, "Measuring", console=console):
-        attempt(case.name, partial(race, case, names, device, where, say, wanted))
+        attempt(case.name, partial(race, case, names, device, where, say, wanted), rows, out, say)
     show(cases, rows)
     say(f"{len(cases)} cases in {time.perf_counter() - begin:.0f} s")
     return rows

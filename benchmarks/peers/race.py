@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from benchmarks.peers import fa3, flashinfer, flex, provider, vllm_fa3
 from benchmarks.peers.provider import Provider, SkipError
 from cascade_fd.bench.cases import MATMUL_RATE, READ_RATE, Case
-from cascade_fd.bench.measure import MAX_ERROR, Row, input_sets, medians_us, replays_on, row_of, timer
+from cascade_fd.bench.measure import MAX_ERROR, Row, input_sets, medians_us, replays_on, row_of, timer, write_csv
 from cascade_fd.bench.workload import Workload
 
 Say = Callable[[str], object]
@@ -47,6 +48,19 @@ def race(
             say(f"{case.name}, {each.name}, {each.setting}: {reason(fault)}")
     times = medians_us([time_once for *_, time_once in ready], replays_on(device))
     return [row_of(case, e.name, e.setting, us, error, where) for (e, error, _), us in zip(ready, times, strict=True)]
+
+
+def attempt(what: str, make: Callable[[], list[Row]], rows: list[Row], out: Path | None, say: Say) -> None:
+    """Add what ``make`` measures to ``rows``, and to the file ``out``; a fault ends nothing, and is told in a line."""
+    try:
+        new = make()
+        rows.extend(new)
+        if out is not None and new:
+            write_csv(out, new)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    except Exception as fault:
+        say(f"{what}: {reason(fault)}")
 
 
 def reason(fault: Exception) -> str:
