@@ -71,11 +71,17 @@ class Costs:
         """Whether there are constants for a kernel at all."""
         return any(t.kernel == kernel for t in self.tiles)
 
-    def preferring(self, kernel: str) -> Costs:
-        """The same, but where this kernel has a tile, no other one pays."""
-        rows = {t.rows for t in self.tiles if t.kernel == kernel}
-        tiles = tuple(replace(t, start=1e9) if t.kernel != kernel and t.rows in rows else t for t in self.tiles)
-        return replace(self, tiles=tiles)
+    def only(self, *kernels: str) -> Costs:
+        """The same for a device with no other kernels than these and the portable one, and where these have tiles, they pay.
+
+        The narrow tile stands for the smallest portable one.
+        """
+        tiles = [t for t in self.tiles if t.kernel in (*kernels, "attend")]
+        rows = {t.rows for t in tiles if t.kernel != "attend"}
+        if "narrow" in kernels:
+            rows.add(min(t.rows for t in tiles if t.kernel == "attend"))
+        dear = tuple(replace(t, start=1e9) if t.kernel == "attend" and t.rows in rows else t for t in tiles)
+        return replace(self, tiles=dear)
 
     @functools.cached_property
     def _known(self) -> dict[tuple[int, int, str], TileCost]:
@@ -121,19 +127,21 @@ def measured(gpu: str) -> Costs | None:
 ON_CPU = Costs(0.0, 0.0, 0.0, 0.0, (TileCost(64, 1, 0.0, 0.0, 1.0, 1.0),), "work alone")
 
 H200 = Costs(
-    launch=3.19,
-    follow=1.23,
-    merge=1.42,
-    state=0.411,
+    launch=3.22,
+    follow=2.0,
+    merge=0.791,
+    state=0.39,
     tiles=(
-        TileCost(16, 2, 1.23, 1.13, 0.431, 0.963),
-        TileCost(16, 4, 1.65, 0.755, 0.431, 0.963),  # newer than the measurement: as the next
-        TileCost(16, 5, 1.65, 0.755, 0.431, 0.963),
-        TileCost(32, 2, 1.38, 2.77, 0.279, 0.984),
-        TileCost(32, 4, 3.56, 0.416, 0.279, 0.984),
-        TileCost(64, 1, 0.877, 4.99, 0.575, 1.18),
-        TileCost(128, 1, 1.33, 6.72, 0.598, 1.47),
-        TileCost(128, 1, 0.801, 9.02, 0.439, 1.07, "hopper"),
+        TileCost(16, 2, 1.22, 1.51, 0.444, 0.981),
+        TileCost(16, 4, 2.4, 0.738, 0.444, 0.981),
+        TileCost(16, 5, 1.53, 0.753, 0.444, 0.981),
+        TileCost(32, 2, 1.32, 2.18, 0.319, 1.03),
+        TileCost(32, 4, 3.19, 0.411, 0.319, 1.03),
+        TileCost(64, 1, 0.887, 3.41, 0.547, 1.22),
+        TileCost(128, 1, 1.33, 5.49, 0.659, 1.47),
+        TileCost(128, 1, 0.784, 9.65, 0.382, 1.1, "hopper"),
+        TileCost(128, 1, 1.05, 5.44, 0.598, 1.32, "beside"),
+        TileCost(8, 4, 1.42, 0.347, 0.411, 0.971, "narrow"),
     ),
     source="measured on NVIDIA H200, 2026-11-30, triton 3.6.0",
 )

@@ -25,7 +25,8 @@ class AttendTile:
         per_sm: programs that should be resident on one SM: slots = num_sms * per_sm.
         fits: programs that can be resident; ``attend_tile`` counts them by shared memory.
         registers: most registers per thread; 0: as many as the compiler likes (NVIDIA only).
-        kernel: "attend", the portable one, or "hopper".
+        kernel: "attend", the portable one; on Hopper GPUs also "hopper", which takes whole SMs, "beside", the same kernel in
+            half of one, and "narrow", for few rows.
         lone: only for a call that is one launch.
     """
 
@@ -50,23 +51,30 @@ class AttendTile:
 
 @dataclass(frozen=True)
 class MergeTile:
-    """Shape of one program of the merge kernel: it merges one (row, head), ``block_d`` columns, ``block_s`` states a step."""
+    """Shape of one program of the merge kernel: ``block_h`` heads of a row, ``block_d`` columns, ``block_s`` states a step."""
 
     block_s: int
     block_d: int
     num_warps: int
+    block_h: int = 1
 
 
-# Two groups of four warps multiply and one warp fetches; Triton counts the first group. Three stages and q take 225 KiB at
-# D = 128. So many registers, of a thread that multiplies and of one that fetches, spill nothing with Triton 3.6 and with 3.9.
-HOPPER = AttendTile(128, 128, 4, 3, 1, registers=224, kernel="hopper")
-HOPPER_FETCH_REGISTERS = 56
+# Two groups of four warps multiply and one warp fetches; Triton counts the first group. Alone on an SM, with all its memory at
+# D = 128, or with half of the registers and a third of the memory, so that four narrow programs, or two of 16 rows, fit beside
+# it: an SM's registers are four files of 512 per lane, of which "beside" leaves 128 each. Queries are in registers there, since
+# half-size products that read them from shared memory, too, keep it busy (c4: 166 us instead of 151).
+HOPPER = AttendTile(128, 128, 4, 3, 1, registers=232, kernel="hopper")
+BESIDE = AttendTile(128, 64, 4, 2, 1, registers=176, kernel="beside")
+FETCH_REGISTERS = {"hopper": 40, "beside": 32}  # of the warp that fetches, and of those that fill up its group
+# One warp that fetches for itself, two tiles ahead.
+NARROW = AttendTile(8, 32, 1, 2, 4, fits=4, registers=128, kernel="narrow")
+ON_HOPPER = tuple(tile.kernel for tile in (HOPPER, BESIDE, NARROW))
 HOPPER_DIMS = (64, 128)
-HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, it keeps to the portable kernel
+HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, all launches keep to the portable kernel
 
 
 def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page_size: int) -> tuple[str, ...]:
-    """Why the Hopper kernel cannot take a launch, as far as a plan can tell; empty if it can."""
+    """Why the kernels for Hopper cannot take a launch, as far as a plan can tell; empty if they can."""
     wanted = {
         "the GPU is a Hopper GPU (sm_90)": arch == "sm_90",
         "q and the cache are bfloat16 or float16": dtype in (torch.bfloat16, torch.float16),
@@ -86,7 +94,7 @@ def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page
 _ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
     ("sm_90", 2): (
         AttendTile(16, 64, 2, 3, 2),
-        AttendTile(16, 64, 2, 2, 5),
+        AttendTile(16, 64, 2, 2, 5, registers=128),
         AttendTile(16, 32, 2, 4, 4, lone=True),
         AttendTile(32, 64, 2, 3, 2),
         AttendTile(32, 64, 2, 2, 4),
@@ -101,6 +109,9 @@ _ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
     ("cpu", 4): (AttendTile(16, 32, 4, 1, 1), AttendTile(64, 32, 4, 1, 1)),
     ("any", 4): (AttendTile(16, 32, 4, 2, 2), AttendTile(32, 32, 4, 2, 1)),
 }
+
+
+MERGE_ROWS, MERGE_TILES = 2048, 8  # rows x heads from which programs take several heads; states x heads of one
 
 
 def padded(dim: int) -> int:
@@ -158,12 +169,18 @@ def _fitted(tile: AttendTile, arch: str, smem: int, itemsize: int, head_dims: tu
     return replace(tile, fits=max(tile.per_sm, smem // tile.smem(arch, head_dims, itemsize)))
 
 
-def merge_tile(max_states: int, head_dim: int, rows: int) -> MergeTile:
-    """One row per one-warp program with all states in one load; with few rows and many states, columns are dealt out too.
+def merge_tile(max_states: int, head_dim: int, rows: int, heads: int = 1) -> MergeTile:
+    """One head per one-warp program with all states in one load. With few rows and many states, columns are dealt out too;
+    with many rows and few states, programs take several heads: so few bytes each, and they would come in many waves.
 
-    Measured on an H200: c1 1.8 us against 7 us for eight rows looping; d7 (8 rows, 256 states) 21.3 against 84 us in all.
+    ``rows``: rows x heads. Measured on an H200: c1 1.8 us against 7 us for eight rows looping; d7 (8 rows, 256 states) 21.3
+    against 84 us in all.
     """
-    block_s = min(32, max(2, 1 << (max_states - 1).bit_length()))
+    block_s, block_d = min(32, max(2, 1 << (max_states - 1).bit_length())), padded(head_dim)
     if rows <= 1024 and max_states > 32:
         return MergeTile(min(256, 1 << (max_states - 1).bit_length()), 16, 4)
-    return MergeTile(block_s, padded(head_dim), 1)
+    block_h = 1
+    if block_d == 128:  # a warp's columns: so however many heads, a thread adds up its states alone, in the same order
+        while rows > MERGE_ROWS * block_h and block_s * block_h < MERGE_TILES and heads % (2 * block_h) == 0:
+            block_h *= 2
+    return MergeTile(block_s, block_d, 1, block_h)

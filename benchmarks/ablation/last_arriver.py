@@ -19,10 +19,10 @@ def arrive(arrived_ptr, count, row_ok):
 
 @triton.jit
 def row_state(part_o_ptr, part_lse_ptr, part, count, d, H: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr):
-    """One packed row's ``m, l, acc`` from ``count`` states that begin at ``part``, BLOCK_S in flight."""
-    m = NEG_INF + tl.zeros([], tl.float32)
-    l = tl.zeros([], tl.float32)
-    acc = tl.zeros([d.shape[0]], tl.float32)
+    """One packed row's ``m, l [1]`` and ``acc [1, Dv]`` from ``count`` states that begin at ``part``, BLOCK_S in flight."""
+    m = tl.full([1], NEG_INF, tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, d.shape[0]], tl.float32)
     for s0 in range(0, count, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
         at = part + s * H
@@ -30,7 +30,7 @@ def row_state(part_o_ptr, part_lse_ptr, part, count, d, H: tl.constexpr, DV: tl.
         x = tl.load(part_lse_ptr + at, mask=s < count, other=NEG_INF, cache_modifier=".cg")
         ok = (s < count)[:, None] & (d < DV)[None, :]
         o = tl.load(part_o_ptr + at[:, None] * DV + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-        m, l, acc = fold_states(m, l, acc, x, o, 1.0)
+        m, l, acc = fold_states(m, l, acc, x[:, None], o[:, None, :], 1.0)
     return m, l, acc
 
 
@@ -68,6 +68,6 @@ def merge_tile(
             if n > 0:
                 at = tl.sum(tl.where(r == j, part, 0), 0)
                 m, l, acc = row_state(part_o_ptr, part_lse_ptr, at, n, d, H, DV, BLOCK_S)
-                o_ptrs = out_ptr + tl.sum(tl.where(r == j, out_at, 0), 0) + d
-                tl.store(o_ptrs, (acc * inverse(l)).to(out_ptr.dtype.element_ty), mask=d < DV)
-                tl.store(lse_ptr + tl.sum(tl.where(r == j, lse_at, 0), 0), log_sum(m, l, scale, scale))
+                o_ptrs = out_ptr + tl.sum(tl.where(r == j, out_at, 0), 0) + d[None, :]
+                tl.store(o_ptrs, (acc * inverse(l)[:, None]).to(out_ptr.dtype.element_ty), mask=(d < DV)[None, :])
+                tl.store(lse_ptr + tl.sum(tl.where(r == j, lse_at, 0), 0) + tl.arange(0, 1), log_sum(m, l, scale, scale))

@@ -38,7 +38,7 @@ def partial_states(
         chain = min(i + 1, 2) if plan.chained and _can_chain(device) else 0
         store = stores[launch.levels[0]]
         arguments = (q, store, plan, launch, partials, out, scales, chain)
-        by_hopper = launch.tile.kernel == "hopper" and not hopper_can(plan, launch, store, scales[0])
+        by_hopper = launch.tile.kernel != "attend" and not hopper_can(plan, launch, store, scales[0])
         if not by_hopper or not launch_hopper(*arguments):
             launch_attend(*arguments)
     return partials
@@ -48,7 +48,7 @@ def merge_rows(partials: AttentionState, rows: MergeRows, out: AttentionState, s
     """See ``reference.merge_rows``."""
     _check_device(out.o)
     _, H, Dv = out.o.shape
-    tile = _merge_tile(rows.max_states, Dv, len(rows) * H)
+    tile = _merge_tile(rows.max_states, Dv, len(rows) * H, H)
     launch_merge_rows(partials, rows, out, sink, tile, rows.chained and _can_chain(out.device))
 
 

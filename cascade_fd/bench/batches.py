@@ -100,12 +100,13 @@ def plan_of(
 ) -> Plan:
     """A plan of the batch's ``tree``.
 
-    ``sizes``: share with tiles of no other rows than these; the smallest is among them. ``kernel``: one to use where it can be.
+    ``sizes``: share with tiles of no other rows than these; the smallest is among them. ``kernel``: names of kernels to use
+    where they can be, beside the portable one.
     """
     table = tree.tables[0]
     assert table is not None
     if kernel:
-        hw = replace(hw, costs=hw.costs.preferring(kernel))
+        hw = replace(hw, costs=hw.costs.only(*kernel.split()))
     return plan(
         tree,
         num_q_heads=batch.num_q_heads,

@@ -20,7 +20,7 @@ from cascade_fd.hardware import H200, Hardware, hardware_of
 from cascade_fd.planning.cost import Load
 from cascade_fd.planning.facts import facts_of, loads_of, state_bytes
 from cascade_fd.planning.worklist import Plan
-from cascade_fd.tiles import tile_rows
+from cascade_fd.tiles import NARROW, ON_HOPPER, tile_rows
 
 POOL_BYTES = 8 << 30
 MOST_FLAT = 9e6  # tokens that a call may read: more takes long, and nobody would share nothing there
@@ -89,28 +89,41 @@ def measure(device: torch.device) -> Measured:
 
 
 def plans_of(batch: Batch, device: torch.device, hw: Hardware) -> dict[str, Plan]:
-    """The plans to time, by ``share``, tile sizes, kernel. Those that were to share, but do better without, come but once."""
-    tree, plans = tree_of(batch, device), {}
+    """The plans to time, by ``share``, tile sizes, kernels.
+
+    Each comes but once, also those that were to share, but do better without.
+    """
+    tree, plans = tree_of(batch, device), dict[str, Plan]()
     rows = tile_rows(hw, torch.bfloat16, (batch.head_dim, batch.head_dim))
-    for share, sizes, kernel in variants(batch, rows, hw.costs.knows("hopper")):
+    for share, sizes, kernel in variants(batch, rows, all(map(hw.costs.knows, ON_HOPPER))):
         plan = plan_of(batch, tree, hw, share, sizes, kernel)
-        if share == "never" or not plan.choice.folded.any():
+        alike = any(_launches(plan) == _launches(other) for other in plans.values())
+        if not alike and (share == "never" or not plan.choice.folded.any()):
             plans[f"{share} {'+'.join(map(str, sizes))} {kernel}".strip()] = plan
     return plans
 
 
+def _launches(plan: Plan) -> tuple[object, ...]:
+    """What tells plans of one batch apart."""
+    return plan.slots_used, *((launch.tile, launch.count, launch.max_tokens) for launch in plan.launches)
+
+
 def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """``share``, the tile sizes to keep to, () for all, so that each size also reads what larger ones would; and the kernel."""
+    """``share``, the tile sizes to keep to, () for all, so that each size also reads what larger ones would; and kernels."""
+    few = hopper and batch.q_len * batch.num_q_heads // batch.num_kv_heads <= NARROW.block_m
     if batch.prefix and batch.flat_tokens <= MOST_FLAT:
-        yield "never", (), ""
-    yield "always", (), "attend" if hopper else ""
-    if hopper and batch.packed > 64:
-        yield "always", (), "hopper"
+        yield "never", (), "attend" if hopper else ""
+        if few:
+            yield "never", (), "narrow"
+    for wide in ("attend", "hopper", "beside") if hopper and batch.packed > 64 else ("attend",) if hopper else ("",):
+        yield "always", (), wide
+        if few:
+            yield "always", (), f"{wide} narrow"
     smaller = [size for size in sizes if size < batch.packed][: len(sizes) - 1] if batch.prefix else []
     if smaller:
-        yield "auto", (smaller[0],), ""
+        yield "auto", (smaller[0],), "attend" if hopper else ""
     if len(smaller) > 1:
-        yield "auto", (smaller[0], smaller[-1]), ""
+        yield "auto", (smaller[0], smaller[-1]), "attend" if hopper else ""
 
 
 def sample_of(label: str, plan: Plan, us: float) -> Sample:

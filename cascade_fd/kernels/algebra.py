@@ -30,6 +30,16 @@ def weigh(m, l, s, scale):
 
 
 @triton.jit
+def weigh_down(m, l, s, scale):
+    """``weigh`` for scores ``s [N, M]``, keys along the rows."""
+    m_new = tl.maximum(m, tl.max(s, 0) * scale)
+    base = shift(m_new)
+    p = tl.exp2(s * scale - base[None, :])
+    alpha = tl.exp2(m - base)
+    return m_new, l * alpha + tl.sum(p, 0), p, alpha
+
+
+@triton.jit
 def fold_scores(m, l, acc, s, v, PRECISION: tl.constexpr):
     """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``."""
     m, l, p, alpha = weigh(m, l, s, 1.0)
@@ -39,17 +49,17 @@ def fold_scores(m, l, acc, s, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def fold_states(m, l, acc, x, o, unit):
-    """Add states along axis 0: ``x [S]`` (lse), ``o [S, D]``, to one row's ``m, l`` (scalars) and ``acc [D]``.
+    """Add states along axis 0: ``x [S, R]`` (lse), ``o [S, R, D]``, to the ``m, l [R]`` and ``acc [R, D]`` of R rows.
 
     ``unit`` turns *differences* of lse into log2 units: large lse lose nothing to a conversion. What an empty state carries
     as its output does not count, be it NaN.
     """
     m_new = tl.maximum(m, tl.max(x, 0))
     base = shift(m_new)
-    w = tl.exp2((x - base) * unit)
+    w = tl.exp2((x - base[None, :]) * unit)
     alpha = tl.exp2((m - base) * unit)
-    o = tl.where((x == NEG_INF)[:, None], 0.0, o)
-    return m_new, l * alpha + tl.sum(w, 0), acc * alpha + tl.sum(w[:, None] * o, 0)
+    o = tl.where((x == NEG_INF)[:, :, None], 0.0, o)
+    return m_new, l * alpha + tl.sum(w, 0), acc * alpha[:, None] + tl.sum(w[:, :, None] * o, 0)
 
 
 @triton.jit

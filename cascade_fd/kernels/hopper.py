@@ -1,6 +1,6 @@
-"""The host side of the Hopper kernel: which launches it can take, TMA descriptors of stores, and the launch itself.
+"""The host side of the two kernels for Hopper: which launches they can take, TMA descriptors of stores, and the launch itself.
 
-Gluon is imported when the first launch asks for it. Whatever keeps this kernel from running, the portable one runs instead.
+Gluon is imported when the first launch asks for it. Whatever keeps these kernels from running, the portable one runs instead.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from cascade_fd.kernels.attend import operands
 from cascade_fd.kernels.launch import TRITON, is_recording, may_enter_early, run
 from cascade_fd.kv import KVStore
 from cascade_fd.planning.worklist import Launch, Plan
-from cascade_fd.tiles import HOPPER, HOPPER_FETCH_REGISTERS, hopper_lacks
+from cascade_fd.tiles import FETCH_REGISTERS, hopper_lacks
 
 _TESTED = (3, 6), (3, 9)  # releases of Triton
 _MOST_BYTES = 1 << 40  # a stride that TMA can take is shorter
 
 _failed: list[str] = []  # why it is not tried again
-_described: weakref.WeakKeyDictionary[KVStore, tuple[list[str], tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+_judged: weakref.WeakKeyDictionary[KVStore, list[str]] = weakref.WeakKeyDictionary()
+_described: weakref.WeakKeyDictionary[KVStore, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def hopper_can(plan: Plan, launch: Launch, store: KVStore, qk_scale: float = 1.0) -> list[str]:
-    """Why the Hopper kernel cannot take a launch that was planned for it; empty if it can."""
+    """Why a kernel for Hopper cannot take a launch that was planned for it; empty if it can."""
     shape = plan.shape
     reasons = [*hopper_lacks(plan.hardware.arch, shape.dtype, shape.head_dims, launch.page_size)]
     if not qk_scale > 0:
         reasons.append("sm_scale is positive")
-    return [*reasons, *_failed, *available(plan.device), *_descriptors(store)[0]]
+    return [*reasons, *_failed, *available(plan.device), *_store_lacks(store)]
 
 
 @functools.cache
 def available(device: torch.device) -> tuple[str, ...]:
-    """Why the Hopper kernel cannot run on a device of this machine; devices that are only compiled for can do anything."""
+    """Why the kernels for Hopper cannot run on a device of this machine; devices that are only compiled for can do anything."""
     reasons = []
     if not _TESTED[0] <= TRITON <= _TESTED[1]:
         reasons.append(f"Triton is one of 3.6 to 3.9, got {TRITON[0]}.{TRITON[1]}")
@@ -55,12 +56,15 @@ def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
 
     It is not where it does not compile: one warning, and no further attempt.
     """
-    shape, tensors = plan.shape, (q, *operands(plan, launch, partials, out))
+    shape, tile = plan.shape, launch.tile
+    tensors = (q, *operands(plan, launch, partials, out))
     strides = (q.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
-    layout = (shape, launch.page_size, chain, *strides)
-    grid = launch.items.shape[0] * shape.num_kv_heads
+    layout = (shape, tile, launch.page_size, chain, *strides)
+    units = launch.items.shape[0] * shape.num_kv_heads
+    grid, scalars = (units, scales) if tile.kernel == "narrow" else (min(units, plan.hardware.num_sms), (*scales, units))
     try:
-        run(_kernel(), grid, tensors, layout, scales, _hopper_arguments, _descriptors(store)[1])
+        descriptors = _descriptors(store, _box_tokens(launch.page_size, tile.block_n))
+        run(_kernel(tile.kernel), grid, tensors, layout, scalars, _hopper_arguments, descriptors)
     except Exception as error:
         if is_recording():
             raise
@@ -75,45 +79,73 @@ def _give_up(error: Exception) -> None:
     warnings.warn(f"cascade_fd: the Hopper kernel failed, the portable one runs instead: {first}", stacklevel=2)
 
 
-def _kernel() -> Any:
+def _kernel(name: str) -> Any:
+    if name == "narrow":
+        from cascade_fd.kernels.narrow_kernel import narrow_kernel
+
+        return narrow_kernel
     from cascade_fd.kernels.hopper_kernel import hopper_kernel
 
     return hopper_kernel
 
 
-def _hopper_arguments(shape, page_size, chain, q, table, out, lse):
+def _hopper_arguments(shape, tile, page_size, chain, q, table, out, lse):
     """The kernel's strides and constexprs, from strides of whole tensors."""
     ints = (*q[:2], table, *out[:2], *lse)
+    own = _narrow_settings(tile) if tile.kernel == "narrow" else _wide_settings(tile)
     return ints, {
         "HKV": shape.num_kv_heads,
         "G": shape.group,
         "D": shape.head_dim,
         "DV": shape.v_head_dim,
         "PAGE_SIZE": page_size,
-        "BLOCK_N": HOPPER.block_n,
-        "BOX": _box_tokens(page_size),
-        "STAGES": HOPPER.num_stages,
-        "CONSUMER_REGS": HOPPER.registers,
-        "PRODUCER_REGS": HOPPER_FETCH_REGISTERS,
+        "BLOCK_N": tile.block_n,
+        "BOX": _box_tokens(page_size, tile.block_n),
+        "STAGES": tile.num_stages,
         "CHAIN": chain,
-        "num_warps": HOPPER.num_warps,
+        "num_warps": tile.num_warps,
+        **own,
         **may_enter_early(chain == 2),
     }
 
 
-def _box_tokens(page_size: int) -> int:
+def _narrow_settings(tile):
+    return {"ROWS": tile.block_m, "maxnreg": tile.registers}
+
+
+def _wide_settings(tile):
+    """``maxnreg``: a third of what a warp of each of the three groups takes, in steps of 8.
+
+    Triton 3.9 keeps a second copy of queries in registers, and spills 224 bytes; read from shared memory it spills nothing.
+    """
+    fetch = FETCH_REGISTERS[tile.kernel]
+    return {
+        "Q_IN_REGISTERS": tile.kernel == "beside" and TRITON < (3, 9),
+        "CONSUMER_REGS": tile.registers,
+        "PRODUCER_REGS": fetch,
+        "maxnreg": -(-(2 * tile.registers + fetch) // 24) * 8,
+    }
+
+
+def _box_tokens(page_size: int, block_n: int) -> int:
     """Tokens of one TMA copy: a power of two that divides pages and tiles."""
-    return min(page_size & -page_size, HOPPER.block_n) if page_size else HOPPER.block_n
+    return min(page_size & -page_size, block_n) if page_size else block_n
 
 
-def _descriptors(store: KVStore) -> tuple[list[str], tuple[Any, ...]]:
-    """Why TMA cannot read a store, and, if it can, descriptors of its keys and values. They live as long as the store."""
-    found = _described.get(store)
+def _store_lacks(store: KVStore) -> list[str]:
+    """Why TMA cannot read a store; empty if it can."""
+    found = _judged.get(store)
     if found is None:
-        reasons = [reason for name in ("k", "v") for reason in _tma_lacks(name, getattr(store, name))]
-        made = () if reasons else tuple(_describe(x, _box_tokens(store.page_size)) for x in (store.k, store.v))
-        found = _described[store] = reasons, made
+        found = _judged[store] = [*_tma_lacks("k", store.k), *_tma_lacks("v", store.v)]
     return found
+
+
+def _descriptors(store: KVStore, tokens: int) -> tuple[Any, Any]:
+    """Descriptors of the keys and values of a store, with boxes of so many tokens. They live as long as the store."""
+    found = _described.setdefault(store, {})
+    if tokens not in found:
+        found[tokens] = _describe(store.k, tokens), _describe(store.v, tokens)
+    return found[tokens]
 
 
 def _tma_lacks(name: str, x: torch.Tensor) -> list[str]:

@@ -10,9 +10,8 @@ load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 
 @gluon.jit
-def item_range(items_ptr, lens_ptr, HKV: gl.constexpr):
-    """Of this program's item: first token, one past the last, and the live length of its table row."""
-    item = items_ptr + (gl.program_id(0) // HKV) * 8
+def item_range(item, lens_ptr):
+    """First token of an item, one past the last, and the live length of its table row."""
     end = gl.load(lens_ptr + gl.load(item + 5))
     return gl.load(item + 3), gl.minimum(gl.load(item + 4), end), end
 
@@ -46,17 +45,18 @@ def fetch(desc, rows, tokens, h, full, boxes, stage, WIDTH: gl.constexpr, NUM_BO
 @gluon.jit
 def places(ids_ptr, table_row, n0, stop, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, NUM_BOXES: gl.constexpr):
     """Row of the store and token in it where each box of a tile starts; row -1, outside the store, from ``stop`` on."""
-    if PAGE_SIZE == 0:
-        return (table_row,), (n0,)
-    else:
-        rows = ()
-        tokens = ()
-        for b in gl.static_range(NUM_BOXES):
-            token = n0 + b * BOX
+    rows = ()
+    tokens = ()
+    for b in gl.static_range(NUM_BOXES):
+        token = n0 + b * BOX
+        if PAGE_SIZE == 0:
+            rows = rows + (table_row,)  # type: ignore[assignment]
+            tokens = tokens + (token,)  # type: ignore[assignment]
+        else:
             row = gl.load(ids_ptr + token // PAGE_SIZE, mask=token < stop, other=-1).to(gl.int32)
             rows = rows + (row,)  # type: ignore[assignment]
-            tokens = tokens + (token % PAGE_SIZE,)  # type: ignore[assignment]
-        return rows, tokens
+            tokens = tokens + (0 if PAGE_SIZE == BOX else token % PAGE_SIZE,)  # type: ignore[assignment]
+    return rows, tokens
 
 
 @gluon.jit
@@ -67,6 +67,7 @@ def produce(
     items_ptr,
     lens_ptr,
     stride_ids,
+    num_units,
     k_boxes,
     v_boxes,
     barriers,
@@ -78,24 +79,26 @@ def produce(
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The warp that fetches. It runs ahead of the warp groups by up to STAGES tiles."""
+    """The warp that fetches. It runs ahead of the warp groups by up to STAGES tiles, into the next items too."""
     k_full, k_empty, v_full, v_empty = barriers
     NUM_BOXES: gl.constexpr = BLOCK_N // BOX
     BYTES: gl.constexpr = BLOCK_N * k_desc.dtype.primitive_bitwidth // 8
-    start, stop, _ = item_range(items_ptr, lens_ptr, HKV)
-    origin, count, ragged = tile_range(start, stop, BLOCK_N, BOX if PAGE_SIZE else 1)
-    h = gl.program_id(0) % HKV
-    table_row = gl.load(items_ptr + (gl.program_id(0) // HKV) * 8 + 2)
-    if PAGE_SIZE != 0:
-        ids_ptr += table_row.to(gl.int64) * stride_ids
-    for i in range(0, count):
-        n0 = tile_start(i, origin, count, ragged, BLOCK_N)
-        rows, tokens = places(ids_ptr, table_row, n0, stop, PAGE_SIZE, BOX, NUM_BOXES)
-        stage = i % STAGES
-        free = ((i // STAGES) & 1) ^ 1  # a new barrier counts as one whose phase 1 is over
-        mbarrier.wait(k_empty.index(stage), free)
-        mbarrier.expect(k_full.index(stage), BYTES * D)
-        fetch(k_desc, rows, tokens, h, k_full.index(stage), k_boxes, stage, D, NUM_BOXES)
-        mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(v_full.index(stage), BYTES * DV)
-        fetch(v_desc, rows, tokens, h, v_full.index(stage), v_boxes, stage, DV, NUM_BOXES)
+    done = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        item = items_ptr + (unit // HKV) * 8
+        start, stop, _ = item_range(item, lens_ptr)
+        origin, count, ragged = tile_range(start, stop, BLOCK_N, BOX if PAGE_SIZE else 1)
+        table_row = gl.load(item + 2)
+        ids = ids_ptr + table_row.to(gl.int64) * stride_ids if PAGE_SIZE else ids_ptr
+        for i in range(0, count):
+            n0 = tile_start(i, origin, count, ragged, BLOCK_N)
+            rows, tokens = places(ids, table_row, n0, stop, PAGE_SIZE, BOX, NUM_BOXES)
+            stage = (done + i) % STAGES
+            free = (((done + i) // STAGES) & 1) ^ 1  # a new barrier counts as one whose phase 1 is over
+            mbarrier.wait(k_empty.index(stage), free)
+            mbarrier.expect(k_full.index(stage), BYTES * D)
+            fetch(k_desc, rows, tokens, unit % HKV, k_full.index(stage), k_boxes, stage, D, NUM_BOXES)
+            mbarrier.wait(v_empty.index(stage), free)
+            mbarrier.expect(v_full.index(stage), BYTES * DV)
+            fetch(v_desc, rows, tokens, unit % HKV, v_full.index(stage), v_boxes, stage, DV, NUM_BOXES)
+        done += count

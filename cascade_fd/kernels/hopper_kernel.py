@@ -25,7 +25,7 @@ def pieces(ring, shape: gl.constexpr, layout: gl.constexpr):
         return ring._reinterpret(ring.dtype, shape, layout)
 
 
-@gluon.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h"])
+@gluon.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h", "num_units"])
 def hopper_kernel(
     k_desc,
     v_desc,
@@ -47,6 +47,7 @@ def hopper_kernel(
     stride_lse_h,
     qk_scale,
     lse_scale,
+    num_units,
     HKV: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
@@ -55,6 +56,7 @@ def hopper_kernel(
     BLOCK_N: gl.constexpr,
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
     CHAIN: gl.constexpr,
@@ -70,7 +72,10 @@ def hopper_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], tile)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, D], tile)
+    if Q_IN_REGISTERS:
+        q_tiles = k_ring
+    else:
+        q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, D], tile)
     BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX)
     BANDS: gl.constexpr = STAGES * (BLOCK_N // BAND)
     k_boxes = pieces(k_ring, [BOXES * (D // PANEL), 1, BOX, 1, PANEL], box)
@@ -94,8 +99,48 @@ def hopper_kernel(
     rings = (k_ring, v_ring, v_bands)
     gl.warp_specialize(
         [
-            (consume, (0, pointers, strides, scales, q_tiles, rings, barriers, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES)),
-            (consume, (1, pointers, strides, scales, q_tiles, rings, barriers, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES)),
+            (
+                consume,
+                (
+                    0,
+                    num_units,
+                    pointers,
+                    strides,
+                    scales,
+                    q_tiles,
+                    rings,
+                    barriers,
+                    HKV,
+                    G,
+                    D,
+                    DV,
+                    ALIGN,
+                    BLOCK_N,
+                    STAGES,
+                    Q_IN_REGISTERS,
+                ),
+            ),
+            (
+                consume,
+                (
+                    1,
+                    num_units,
+                    pointers,
+                    strides,
+                    scales,
+                    q_tiles,
+                    rings,
+                    barriers,
+                    HKV,
+                    G,
+                    D,
+                    DV,
+                    ALIGN,
+                    BLOCK_N,
+                    STAGES,
+                    Q_IN_REGISTERS,
+                ),
+            ),
             (
                 produce,
                 (
@@ -105,6 +150,7 @@ def hopper_kernel(
                     items_ptr,
                     lens_ptr,
                     stride_ids,
+                    num_units,
                     k_boxes,
                     v_boxes,
                     barriers,

@@ -37,29 +37,29 @@ def clear_outside(bands, stage, first, last, DV: gl.constexpr, BLOCK_N: gl.const
 
 
 @gluon.jit
-def packed_rows(GROUP: gl.constexpr, items_ptr, HKV: gl.constexpr, G: gl.constexpr, layout: gl.constexpr):
-    """Row, query head and existence of the packed rows of a warp group."""
-    item = items_ptr + (gl.program_id(0) // HKV) * 8
+def packed_rows(GROUP: gl.constexpr, item, h, G: gl.constexpr, layout: gl.constexpr):
+    """Row, query head and existence of the packed rows of a warp group, of KV head h."""
     r = GROUP * ROWS + gl.arange(0, ROWS, layout)
     packed = gl.load(item) + r
-    return packed // G, (gl.program_id(0) % HKV) * G + packed % G, r < gl.load(item + 1)
+    return packed // G, h * G + packed % G, r < gl.load(item + 1)
 
 
 @gluon.jit
-def load_q(GROUP: gl.constexpr, q_tile, pointers, strides, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
-    """Queries of a warp group, zeros where there are none, into shared memory."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-    row, head, row_ok = packed_rows(GROUP, pointers[1], HKV, G, gl.SliceLayout(1, layout))
+def load_q(GROUP: gl.constexpr, item, h, pointers, strides, G: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+    """Queries of a warp group, zeros where there are none."""
+    row, head, row_ok = packed_rows(GROUP, item, h, G, gl.SliceLayout(1, layout))
     out_row = gl.load(pointers[3] + row * 4, mask=row_ok, other=0).to(gl.int64)
     offsets = out_row * strides[0] + head * strides[1]
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    q_tile.store(gl.load(pointers[0] + (offsets[:, None] + d[None, :]), mask=row_ok[:, None], other=0.0))
-    fence_async_shared()
+    return gl.load(pointers[0] + (offsets[:, None] + d[None, :]), mask=row_ok[:, None], other=0.0)
 
 
 @gluon.jit
-def whole_tiles(m, l, acc, q_tile, rings, barriers, qk_scale, whole, STAGES: gl.constexpr):
-    """Add the first ``whole`` tiles, at least one. The products of a tile's scores run beside those of the tile before."""
+def whole_tiles(m, l, acc, q, rings, barriers, qk_scale, first, stop, STAGES: gl.constexpr):
+    """Add tiles ``first`` to ``stop - 1`` of this program, at least one.
+
+    The products of a tile's scores run beside those of the tile before.
+    """
     k_ring, v_ring, _ = rings
     k_full, k_empty, v_full, v_empty = barriers
     s_layout: gl.constexpr = m.type.layout.parent
@@ -67,19 +67,19 @@ def whole_tiles(m, l, acc, q_tile, rings, barriers, qk_scale, whole, STAGES: gl.
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    stage = 0
-    phase = 0
-    mbarrier.wait(k_full.index(0), 0)
-    s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    stage = first % STAGES
+    phase = (first // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    s = warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.arrive(k_empty.index(stage), count=1)
     m, l, p, alpha = weigh(m, l, s, qk_scale)
     weights = gl.convert_layout(p.to(v_ring.dtype), p_layout)
-    for i in range(1, whole):
+    for i in range(first + 1, stop):
         next_stage = i % STAGES
         next_phase = (i // STAGES) & 1
         mbarrier.wait(k_full.index(next_stage), next_phase)
-        s = warpgroup_mma(q_tile, k_ring.index(next_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q, k_ring.index(next_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(stage), phase)
         acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
@@ -100,7 +100,7 @@ def whole_tiles(m, l, acc, q_tile, rings, barriers, qk_scale, whole, STAGES: gl.
 
 
 @gluon.jit
-def masked_tile(m, l, acc, q_tile, rings, barriers, qk_scale, stage, phase, n0, start, stop, limit):
+def masked_tile(m, l, acc, q, rings, barriers, qk_scale, stage, phase, n0, start, stop, limit):
     """Add the tile at n0, of which row r sees tokens ``start`` to ``limit[r] - 1``."""
     k_ring, v_ring, v_bands = rings
     k_full, k_empty, v_full, v_empty = barriers
@@ -110,7 +110,7 @@ def masked_tile(m, l, acc, q_tile, rings, barriers, qk_scale, stage, phase, n0, 
     DV: gl.constexpr = v_ring.shape[2]
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     mbarrier.wait(k_full.index(stage), phase)
-    s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
     pos = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -127,13 +127,13 @@ def masked_tile(m, l, acc, q_tile, rings, barriers, qk_scale, stage, phase, n0, 
 
 
 @gluon.jit
-def store_states(GROUP: gl.constexpr, m, l, acc, pointers, strides, lse_scale, HKV: gl.constexpr, G: gl.constexpr):
+def store_states(GROUP: gl.constexpr, item, h, m, l, acc, pointers, strides, lse_scale, HKV: gl.constexpr, G: gl.constexpr):
     """Of rows whose request is finished, the empty state. See the end of ``attend_kernel``."""
-    _, items_ptr, lens_ptr, rows_ptr, part_o_ptr, part_lse_ptr, out_ptr, lse_ptr = pointers
+    _, _, lens_ptr, rows_ptr, part_o_ptr, part_lse_ptr, out_ptr, lse_ptr = pointers
     _, _, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
     layout: gl.constexpr = acc.type.layout
     DV: gl.constexpr = acc.shape[1]
-    row, head, row_ok = packed_rows(GROUP, items_ptr, HKV, G, gl.SliceLayout(1, layout))
+    row, head, row_ok = packed_rows(GROUP, item, h, G, gl.SliceLayout(1, layout))
     out_row = gl.load(rows_ptr + row * 4, mask=row_ok, other=0).to(gl.int64)
     first_slot = gl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(gl.int64)
     private = gl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
@@ -143,7 +143,7 @@ def store_states(GROUP: gl.constexpr, m, l, acc, pointers, strides, lse_scale, H
     o = gl.where(unfinished[:, None], acc, 0.0) * inverse(l)[:, None]
     lse = log_sum(gl.convert_layout(m, gl.SliceLayout(1, layout)), l, 1.0, 1.0)
     d = gl.arange(0, DV, gl.SliceLayout(0, layout))
-    state = gl.load(items_ptr + (gl.program_id(0) // HKV) * 8 + 7)
+    state = gl.load(item + 7)
     if state < 0:  # the only state of these rows: straight to the output
         offsets = out_row * stride_out_t + head * stride_out_h
         gl.store(out_ptr + (offsets[:, None] + d[None, :]), o.to(out_ptr.dtype.element_ty), mask=row_ok[:, None])
@@ -157,6 +157,7 @@ def store_states(GROUP: gl.constexpr, m, l, acc, pointers, strides, lse_scale, H
 @gluon.jit
 def consume(
     GROUP: gl.constexpr,
+    num_units,
     pointers,
     strides,
     scales,
@@ -170,31 +171,40 @@ def consume(
     ALIGN: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
 ):
-    """A warp group: rows ``GROUP * 64`` to ``GROUP * 64 + 63`` of the item."""
+    """A warp group: rows ``GROUP * 64`` to ``GROUP * 64 + 63`` of every item of this program."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    items_ptr = pointers[1]
-    start, stop, end = item_range(items_ptr, pointers[2], HKV)
-    origin, count, ragged = tile_range(start, stop, BLOCK_N, ALIGN)
-    row, _, _ = packed_rows(GROUP, items_ptr, HKV, G, row_layout)
-    item = items_ptr + (gl.program_id(0) // HKV) * 8
-    q_end = gl.load(item + 6)
-    limit = gl.where(q_end > 0, gl.minimum(end - q_end + row + 1, stop), stop)  # row r sees keys below limit
-    # All rows of the item see the keys that its first one sees.
-    seen_by_all = gl.where(q_end > 0, gl.minimum(end - q_end + gl.load(item) // G + 1, stop), stop)
-    whole = gl.maximum(gl.maximum(seen_by_all - origin, 0) // BLOCK_N - ragged, 0)
-    q_tile = q_tiles.index(GROUP)
-    load_q(GROUP, q_tile, pointers, strides, HKV, G, D)
-    m = gl.full([ROWS], NEG_INF, gl.float32, row_layout)
-    l = gl.full([ROWS], 0.0, gl.float32, row_layout)
-    acc = gl.zeros([ROWS, DV], gl.float32, o_layout)
-    if whole > 0:
-        m, l, acc = whole_tiles(m, l, acc, q_tile, rings, barriers, scales[0], whole, STAGES)
-    for i in range(whole, count):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        n0 = tile_start(i, origin, count, ragged, BLOCK_N)
-        m, l, acc = masked_tile(m, l, acc, q_tile, rings, barriers, scales[0], stage, phase, n0, start, stop, limit)
-    store_states(GROUP, m, l, acc, pointers, strides, scales[1], HKV, G)
+    in_memory: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2) if Q_IN_REGISTERS else in_memory
+    done = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        item = pointers[1] + (unit // HKV) * 8
+        h = unit % HKV
+        start, stop, end = item_range(item, pointers[2])
+        origin, count, ragged = tile_range(start, stop, BLOCK_N, ALIGN)
+        row, _, _ = packed_rows(GROUP, item, h, G, row_layout)
+        q_end = gl.load(item + 6)
+        limit = gl.where(q_end > 0, gl.minimum(end - q_end + row + 1, stop), stop)  # row r sees keys below limit
+        # All rows of the item see the keys that its first one sees.
+        seen_by_all = gl.where(q_end > 0, gl.minimum(end - q_end + gl.load(item) // G + 1, stop), stop)
+        whole = gl.maximum(gl.maximum(seen_by_all - origin, 0) // BLOCK_N - ragged, 0)
+        q = load_q(GROUP, item, h, pointers, strides, G, D, q_layout)
+        if not Q_IN_REGISTERS:
+            q_tiles.index(GROUP).store(q)
+            fence_async_shared()
+            q = q_tiles.index(GROUP)
+        m = gl.full([ROWS], NEG_INF, gl.float32, row_layout)
+        l = gl.full([ROWS], 0.0, gl.float32, row_layout)
+        acc = gl.zeros([ROWS, DV], gl.float32, o_layout)
+        if whole > 0:
+            m, l, acc = whole_tiles(m, l, acc, q, rings, barriers, scales[0], done, done + whole, STAGES)
+        for i in range(whole, count):
+            stage = (done + i) % STAGES
+            phase = ((done + i) // STAGES) & 1
+            n0 = tile_start(i, origin, count, ragged, BLOCK_N)
+            m, l, acc = masked_tile(m, l, acc, q, rings, barriers, scales[0], stage, phase, n0, start, stop, limit)
+        done += count
+        store_states(GROUP, item, h, m, l, acc, pointers, strides, scales[1], HKV, G)

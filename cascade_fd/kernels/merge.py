@@ -41,19 +41,20 @@ def merge_rows_kernel(
     H: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    """One output row, one head and BLOCK_D columns per program; BLOCK_S states in flight, in index order.
+    """One output row, BLOCK_H heads and BLOCK_D columns per program; BLOCK_S states in flight, in index order.
 
     A row of -1 is room that no row of the batch needs. CHAIN: programs enter while the states are still computed, and wait.
     """
     COLUMNS: tl.constexpr = (DV + BLOCK_D - 1) // BLOCK_D
     d = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
-    h = tl.program_id(0) // COLUMNS % H
-    i = tl.program_id(0) // (COLUMNS * H)
+    h = tl.program_id(0) // COLUMNS % (H // BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.program_id(0) // (COLUMNS * (H // BLOCK_H))
     first = tl.load(indptr_ptr + i)
     last = tl.load(indptr_ptr + i + 1)
     if HAS_ROWS:
@@ -62,23 +63,24 @@ def merge_rows_kernel(
         row = i.to(tl.int64)
     if CHAIN:
         gdc_wait()
-    m = NEG_INF + tl.zeros([], tl.float32)
-    l = tl.zeros([], tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_H], NEG_INF, tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for s0 in range(first, last, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
-        slot = s.to(tl.int64)
-        x = tl.load(part_lse_ptr + slot * stride_part_lse_n + h * stride_part_lse_h, mask=s < last, other=NEG_INF)
-        o_ptrs = part_o_ptr + (slot * stride_part_o_n + h * stride_part_o_h)[:, None] + d[None, :]
-        o = tl.load(o_ptrs, mask=(s < last)[:, None] & (d < DV)[None, :], other=0.0)
+        slot = s.to(tl.int64)[:, None]
+        x_ptrs = part_lse_ptr + (slot * stride_part_lse_n + h[None, :] * stride_part_lse_h)
+        x = tl.load(x_ptrs, mask=(s < last)[:, None], other=NEG_INF)
+        o_ptrs = part_o_ptr + (slot * stride_part_o_n + h[None, :] * stride_part_o_h)[:, :, None] + d[None, None, :]
+        o = tl.load(o_ptrs, mask=(s < last)[:, None, None] & (d < DV)[None, None, :], other=0.0)
         m, l, acc = fold_states(m, l, acc, x, o.to(tl.float32), unit)
     if HAS_SINK:
         m, l, alpha = fold_mass(m, l, tl.load(sink_ptr + h).to(tl.float32) * sink_scale, unit)
-        acc *= alpha
-    o = (acc * inverse(l)).to(out_ptr.dtype.element_ty)
+        acc *= alpha[:, None]
+    o = (acc * inverse(l)[:, None]).to(out_ptr.dtype.element_ty)
     lse = log_sum(m, l, m_scale, log2_scale)
     if row >= 0:
-        tl.store(out_ptr + row * stride_out_t + h * stride_out_h + d, o, mask=d < DV)
+        tl.store(out_ptr + row * stride_out_t + (h * stride_out_h)[:, None] + d[None, :], o, mask=(d < DV)[None, :])
         tl.store(lse_ptr + row * stride_lse_t + h.to(tl.int64) * stride_lse_h, lse)
 
 
@@ -168,7 +170,7 @@ def launch_merge_rows(partials, rows, out, sink, tile, chain=False):
     )
     strides = (partials.o.stride(), partials.lse.stride(), out.o.stride(), out.lse.stride())
     layout = (H, DV, tile, rows.rows is not None, sink is not None, chain, *strides)
-    grid = (indptr.shape[0] - 1) * H * -(-DV // tile.block_d)
+    grid = (indptr.shape[0] - 1) * (H // tile.block_h) * -(-DV // tile.block_d)
     run(merge_rows_kernel, grid, tensors, layout, _scales(partials.base, out.base), _merge_rows_arguments)
 
 
@@ -177,6 +179,7 @@ def _merge_rows_arguments(H, DV, tile, has_rows, has_sink, chain, part_o, part_l
         "H": H,
         "DV": DV,
         "BLOCK_S": tile.block_s,
+        "BLOCK_H": tile.block_h,
         "BLOCK_D": tile.block_d,
         "HAS_ROWS": has_rows,
         "HAS_SINK": has_sink,

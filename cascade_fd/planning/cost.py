@@ -1,7 +1,7 @@
 """The cost model: predicted time of a call from a few numbers per launch. Constants are ``costs.Costs``.
 
 A full device takes a block's share of an SM for every block; no launch is done before its longest item is. Launches that
-overlap add up their blocks, launches in sequence their times. A launch of the Hopper kernel takes whole SMs: it comes first.
+overlap add up their blocks, launches in sequence their times. A launch of the "hopper" tile takes whole SMs: it comes first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from cascade_fd.hardware import Hardware
 from cascade_fd.planning.worklist import Shape
 
 OVERLAP = 0.5  # of the times of launches that overlap, but for the longest, what is hidden
+# The same beside the "beside" tile: of portable tiles, and of the narrow one, which keeps tensor cores busier: so less, where
+# the wide launch takes longest. And nothing is read faster than in MEMORY of a full device's time.
+BESIDE_OVERLAP, NARROW_OVERLAP, BOUND_OVERLAP, MEMORY = 0.58, 0.72, 0.35, 1.12
+MOST_BESIDE = 16  # rows of tiles that leave enough registers to run beside it
 TAIL = 0.2  # of the time that slots would idle in a last wave that is not full, if waves did not overlap
 
 
@@ -86,7 +90,7 @@ def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Cost
     if hw.overlaps:
         fixed, work, chain = costs.launch + costs.follow * (len(loads) - 1), sum(busy), max(chains)
         times = [_longer(*both) for both in zip(busy, chains, strict=True)]
-        us = fixed + sum(times) - _hidden_us(loads, times, hw)
+        us = fixed + sum(times) - _hidden_us(loads, times, hw.num_sms, costs)
     else:
         fixed, work, chain = costs.launch * len(loads), sum(busy), sum(chains)
         us = fixed + sum(map(_longer, busy, chains))
@@ -97,13 +101,23 @@ def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Cost
     return Prediction(us, max(parts, key=parts.__getitem__))
 
 
-def _hidden_us(loads: Sequence[Load], times: Sequence[float], hw: Hardware) -> float:
+def _hidden_us(loads: Sequence[Load], times: Sequence[float], num_sms: int, costs: Costs) -> float:
     """What launches hide of each other. The next one enters when the last wave of the first has begun."""
-    beside = [i for i, load in enumerate(loads) if not load.exclusive]
-    if len(beside) < 2:
+    side = [i for i, load in enumerate(loads) if not load.exclusive]
+    if len(side) < 2:
         return 0.0
-    first, mine = loads[beside[0]], [times[i] for i in beside]
-    return OVERLAP * (sum(mine) - max(mine)) / max(1, math.ceil(first.programs / (hw.num_sms * first.per_sm)))
+    first, mine = loads[side[0]], [times[i] for i in side]
+    most = sum(mine) - max(mine)
+    if first.kernel != "beside":
+        return OVERLAP * most / max(1, math.ceil(first.programs / (num_sms * first.per_sm)))
+    if any(load.rows > MOST_BESIDE for load in loads[side[0] + 1 :]):
+        return 0.0
+    share = BESIDE_OVERLAP
+    if any(load.kernel == "narrow" for load in loads):
+        share = BOUND_OVERLAP if mine[0] == max(mine) else NARROW_OVERLAP
+    rate = min(costs.tile(load.rows, load.per_sm, load.kernel).cold for load in loads)
+    reading = sum(load.size * sum(blocks for blocks, _ in load.reads) for load in loads) * rate / num_sms
+    return min(share * most, max(0.0, sum(mine) - MEMORY * reading))
 
 
 def _longer(a: float, b: float) -> float:
@@ -130,5 +144,6 @@ def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     for load in loads:
         share = HIDDEN if load is beside[0] else HIDDEN_LATER
         step = load.chain(hw.costs) * (1 + CROWDED * (1 - load.busy(hw.costs, hw.num_sms) / total))
-        least.append(1 if load.exclusive or not step else max(1, int(share * total / step)))
+        alone = load.exclusive or load.kernel == "beside"
+        least.append(1 if alone or not step else max(1, int(share * total / step)))
     return least

@@ -168,8 +168,16 @@ def _launches(plan: Plan, facts: Facts, hw: Hardware) -> list[str]:
     return lines
 
 
+KERNELS = {
+    "attend": "",
+    "hopper": ", Hopper kernel",
+    "beside": ", Hopper kernel in half an SM",
+    "narrow": ", narrow Hopper kernel",
+}
+
+
 def _tile(tile: AttendTile) -> str:
-    return f"{tile.block_m} rows x {tile.block_n} keys{', Hopper kernel' if tile.kernel == 'hopper' else ''}"
+    return f"{tile.block_m} rows x {tile.block_n} keys{KERNELS[tile.kernel]}"
 
 
 def _merge(plan: Plan) -> list[str]:

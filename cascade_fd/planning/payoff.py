@@ -14,7 +14,7 @@ import numpy as np
 from cascade_fd.planning.choice import Choice
 from cascade_fd.planning.weigh import Kind, Private, Scale, Verdict, Where
 from cascade_fd.planning.work import Frame, Work
-from cascade_fd.tiles import hopper_lacks, tile_rows
+from cascade_fd.tiles import NARROW, ON_HOPPER, hopper_lacks, tile_rows
 from cascade_fd.tree import PrefixTree
 
 SHARE = ("auto", "always", "never")
@@ -30,6 +30,8 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     """Weigh the shared nodes of ``tree``, if that was asked for."""
     shape, hw, share = frame.shape, frame.hardware, frame.asked.share
     sizes = tuple(sorted(frame.tiles)) if frame.tiles else tile_rows(hw, shape.dtype, shape.head_dims)
+    if has_hopper(tree, frame) and hw.costs.knows(NARROW.kernel):
+        sizes = (NARROW.block_m, *sizes)
     keep = np.zeros(len(tree.nodes), bool)
     if not tree.num_shared or share == "always":
         return Choice(keep, sizes, rule=RULES["always"] if tree.num_shared else "")
@@ -52,12 +54,12 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
 
 
 def has_hopper(tree: PrefixTree, frame: Frame) -> bool:
-    """Whether launches may be planned for the Hopper kernel, or not: what stores and the machine say against it is seen later.
+    """Whether launches may be planned for the kernels for Hopper: what stores and the machine say against it is seen later.
 
     Where the tiles are another plan's there is nothing to choose.
     """
     shape, hw = frame.shape, frame.hardware
-    if frame.tiles or not hw.costs.knows("hopper"):
+    if frame.tiles or not any(map(hw.costs.knows, ON_HOPPER)):
         return False
     pages = {0 if table is None else table.page_size for table in tree.tables}
     return not any(hopper_lacks(hw.arch, shape.dtype, shape.head_dims, page) for page in pages)

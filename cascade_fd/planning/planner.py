@@ -12,11 +12,13 @@ from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
-from cascade_fd.planning.weigh import pick_tile, settle
+from cascade_fd.planning.weigh import pick_tile, settle, wide_tiles
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
-from cascade_fd.tiles import HOPPER, AttendTile, tile_rows
+from cascade_fd.tiles import HOPPER, NARROW, AttendTile, tile_rows
 from cascade_fd.tree import PrefixTree
+
+SKEWED = 4  # times their mean that the longest of nodes is, from which one warp takes too long for it (d5: 657 us against 625)
 
 
 def plan(
@@ -114,10 +116,13 @@ def _check_options(tree: PrefixTree, shape: Shape, split: str | int, share: str,
 def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -> list[Group]:
     """Sort the nodes into launches and give every node a split size."""
     hw, split = frame.hardware, frame.asked.split
-    kinds = _group(tree, work.tokens, work.num_rows, choice.sizes)
-    launched = _launches(work, kinds, frame)
-    if kinds and kinds[0][0] == HOPPER.block_m and has_hopper(tree, frame):
-        launched = min(launched, _launches(work, kinds, frame, hopper=True), key=lambda both: _expected(both[1], hw))
+    kinds = [_group(tree, work.tokens, work.num_rows, sizes) for sizes in _size_options(work, frame, choice)]
+    can_be_wide = bool(kinds[0]) and kinds[0][0][0] == HOPPER.block_m and has_hopper(tree, frame)
+    options = [(some, tile) for some in kinds for tile in wide_tiles(hw, can_be_wide)]
+    if len(options) == 1:
+        launched = _launches(work, *options[0], frame)
+    else:
+        launched = min((_launches(work, *option, frame, True) for option in options), key=lambda both: _expected(both[1], hw))
     groups, loads = launched
     page = _page_sizes(tree, work)
     if isinstance(split, int):
@@ -128,20 +133,35 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     return groups
 
 
+def _size_options(work: Work, frame: Frame, choice: Choice) -> list[tuple[int, ...]]:
+    """Rows of tiles to choose from: as weighed, or else with the narrow tile and without."""
+    sizes, narrow = choice.sizes, NARROW.block_m
+    if frame.tiles or narrow not in sizes or choice.once is not None:
+        return [sizes]
+    few = (work.num_rows <= narrow) & (work.tokens > 0)
+    lens = work.tokens[few]
+    if not len(lens) or lens.max() > SKEWED * lens.mean() or len(lens) * frame.shape.num_kv_heads < 2 * frame.hardware.num_sms:
+        return [sizes[1:]]
+    return [sizes[1:], sizes]
+
+
 def _launches(
-    work: Work, kinds: list[tuple[int, np.ndarray]], frame: Frame, hopper: bool = False
+    work: Work, kinds: list[tuple[int, np.ndarray]], wide: AttendTile | None, frame: Frame, compared: bool = False
 ) -> tuple[list[Group], list[Load]]:
-    """Tile and nodes of every launch, and the launches as the cost model sees them (none, where nothing depends on it)."""
+    """Tile and nodes of every launch, and the launches as the cost model sees them (none, where nothing depends on it).
+
+    ``wide``: one of ``wide_tiles``. ``compared``: with other launches.
+    """
     shape, hw = frame.shape, frame.hardware
     groups: list[Group] = []
     loads: list[Load] = []
     before = 0.0
     for rows, nodes in kinds:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
-        tile = HOPPER if hopper and rows == HOPPER.block_m else pick_tile(hw, shape, rows)
+        tile = wide if wide and rows == wide.block_m else pick_tile(hw, shape, rows)
         if frame.tiles:
             tile = frame.tiles[rows]
-        if len(kinds) > 1 or rows == HOPPER.block_m:
+        if compared or len(kinds) > 1:
             load = _load(tile, programs, work.tokens[nodes], shape)
             if not frame.tiles:
                 tile, before = settle(load, before, shape, hw, alone=len(kinds) == 1)

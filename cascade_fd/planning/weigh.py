@@ -12,7 +12,7 @@ from cascade_fd.hardware import Hardware
 from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.splits import Cuttable
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import HOPPER, AttendTile, attend_tile
+from cascade_fd.tiles import BESIDE, HOPPER, NARROW, AttendTile, attend_tile
 
 CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
 # Predictions are off by up to 10 %. So between all and nothing the one is taken that is likely, all if two thirds of what is
@@ -20,23 +20,31 @@ CLEAR = 2.0  # a node that takes so many times longer with its children, and as 
 # instead of 1.09 (benchmarks/NOTES.md).
 SURE, MOSTLY = 1.08, 2 / 3
 MOST_TILES = 8  # small tiles that may stand for a large one
-BESIDE = 0.25  # from this share of a launch's work on, what runs before it takes enough of the SMs to call for small programs
+CROWD = 0.25  # from this share of a launch's work on, what runs before it takes enough of the SMs to call for small programs
 
 
 def pick_tile(
     hw: Hardware, shape: Shape, rows: int, programs: int = 1, *, crowded: bool = False, alone: bool = False
 ) -> AttendTile:
     """The tile of a launch. ``crowded``: much work is launched before it. ``alone``: no other launch belongs to the call."""
+    if rows == NARROW.block_m:
+        return NARROW
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
+
+
+def wide_tiles(hw: Hardware, hopper: bool) -> list[AttendTile | None]:
+    """What a first launch of 128 rows may use: a portable tile (None), or one for Hopper."""
+    return [None, *(tile for tile in (HOPPER, BESIDE) if hopper and hw.costs.knows(tile.kernel))]
 
 
 def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
     """The tile of a launch, which its load is given too; and SM time ``before`` the next launch, from that before it."""
-    if load.exclusive:
-        tile, busy = HOPPER, 0.0
+    wide = {tile.kernel: tile for tile in (HOPPER, BESIDE)}.get(load.kernel)
+    if wide:
+        tile, busy = wide, 0.0 if load.exclusive else load.busy(hw.costs, hw.num_sms)
     else:
         busy = load.busy(hw.costs, hw.num_sms)
-        tile = pick_tile(hw, shape, load.rows, int(load.programs), crowded=before > BESIDE * busy, alone=alone)
+        tile = pick_tile(hw, shape, load.rows, int(load.programs), crowded=before > CROWD * busy, alone=alone)
     load.per_sm = tile.per_sm
     return tile, before + busy
 
@@ -53,7 +61,7 @@ class Private(NamedTuple):
 
 
 class Where(NamedTuple):
-    """What is planned for, the rows that tiles may have, and whether there is the Hopper kernel."""
+    """What is planned for, the rows that tiles may have, and whether there are the kernels for Hopper."""
 
     shape: Shape
     hw: Hardware
@@ -105,7 +113,8 @@ class Scale:
             folds["node by node"] = greedy
         for name, fold in folds.items():
             if name not in best:
-                sizes = sets[:1] if name == "nothing shared" else [*{sets[0], best["everything shared"][1]}]
+                kept = self._natural(sets)
+                sizes = kept if name == "nothing shared" else [*{*kept, best["everything shared"][1]}]
                 best[name] = min((self.predict(fold, some), some) for some in sizes)
         name = min(best, key=lambda key: best[key][0])
         likely = "everything shared" if self._shared_part() >= MOSTLY else "nothing shared"
@@ -157,16 +166,24 @@ class Scale:
         return packed_rows * self.shape.num_kv_heads * self.shape.state_bytes
 
     def _size_sets(self) -> list[tuple[int, ...]]:
-        """Sets of tile sizes, first what rows ask for. Each further size is a further launch."""
+        """Sets of tile sizes, first what rows ask for. Each further size is a further launch; the narrow tile comes last."""
         rows = {kind[1] for kind in self.kinds if kind[1]} | {group.rows for group in self.private} or {1}
-        natural = sorted({self.size(n, self.sizes) for n in rows})
-        first, *more = [size for size in self.sizes if natural[0] <= size <= natural[-1]]
+        portable = tuple(size for size in self.sizes if size != NARROW.block_m)
+        natural = sorted({self.size(n, portable) for n in rows})
+        first, *more = [size for size in portable if natural[0] <= size <= natural[-1]]
         sets = {tuple(natural): None}
         for size in (first, *more):
             for some in ((first, size), (first, size, natural[-1])):
                 if some[-1] * MOST_TILES >= natural[-1]:
                     sets[tuple(sorted({self.size(n, some) for n in rows}))] = None
+        if len(portable) < len(self.sizes):
+            sets |= {tuple(sorted({self.size(n, (NARROW.block_m, *some)) for n in rows})): None for some in tuple(sets)}
         return list(sets)
+
+    def _natural(self, sets: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """What rows ask for, with the narrow tile and without."""
+        narrow = tuple(sorted({NARROW.block_m if size == sets[0][0] else size for size in sets[0]}))
+        return [sets[0], *([narrow] if narrow in sets else [])]
 
     def predict(self, folded: list[bool], sizes: tuple[int, ...]) -> float:
         """Microseconds with some kinds of node folded and tiles of some sizes."""
@@ -212,16 +229,14 @@ class Scale:
         return extra, total
 
     def _total(self, launches: list[tuple[int, _Bundle]]) -> float:
-        us = self._timed(launches)
-        if self.hopper and launches and launches[0][0] == HOPPER.block_m:
-            us = min(us, self._timed(launches, hopper=True))
-        return us
+        wide = self.hopper and bool(launches) and launches[0][0] == HOPPER.block_m
+        return min(self._timed(launches, tile) for tile in wide_tiles(self.hw, wide))
 
-    def _timed(self, launches: list[tuple[int, _Bundle]], hopper: bool = False) -> float:
+    def _timed(self, launches: list[tuple[int, _Bundle]], wide: AttendTile | None) -> float:
         hw, loads, before = self.hw, [], 0.0
         for size, bundle in launches:
-            kernel = "hopper" if hopper and size == HOPPER.block_m else "attend"
-            load = Load(size, bundle.tile.per_sm, bundle.programs, bundle.reads, 1, self.block[size], kernel)
+            kernel = wide.kernel if wide and size == wide.block_m else self.tiles[size].kernel
+            load = Load(size, self.tiles[size].per_sm, bundle.programs, bundle.reads, 1, self.block[size], kernel)
             bundle.tile, before = settle(load, before, self.shape, hw, alone=len(launches) == 1)
             loads.append(load)
         rows, states = 0, 0

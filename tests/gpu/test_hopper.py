@@ -1,4 +1,4 @@
-"""The Hopper kernel: the results of the portable one, on every kind of launch that it takes, and proof that it ran."""
+"""The kernels for Hopper: the results of the portable one, on every kind of launch that they take, and proof that they ran."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,24 +27,33 @@ def target(request):
 both = pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def cheap(monkeypatch):
-    """A device on which sharing, and the Hopper kernel, always pay."""
+def with_kernels(monkeypatch, *kernels):
+    """A device on which sharing, and these kernels, always pay."""
     hw = hardware.hardware_of("cuda")
-    costs = hw.costs.preferring("hopper")
-    tiles = tuple(replace(t, step=1e-3, start=0.0, warm=1e-3, cold=1e-3) if t.kernel == "hopper" else t for t in costs.tiles)
+    costs = hw.costs.only(*kernels)
+    tiles = tuple(replace(t, step=1e-3, start=0.0, warm=1e-3, cold=1e-3) if t.kernel in kernels else t for t in costs.tiles)
     hw = replace(hw, costs=replace(costs, launch=0.0, follow=0.0, merge=0.0, state=0.0, tiles=tiles))
     monkeypatch.setattr(hardware, "_of_cuda", lambda index: hw)
 
 
+@pytest.fixture(autouse=True, params=["hopper", "beside narrow"])
+def kernels(request, monkeypatch):
+    """The wide kernel alone on its SMs, or beside the narrow one."""
+    with_kernels(monkeypatch, *request.param.split())
+
+
 @pytest.fixture
 def ran(monkeypatch):
-    """Rows of the tile of every launch since the last look, and whether the Hopper kernel took it."""
+    """Of every launch for a wide tile since the last look, whether a kernel for Hopper took it; narrow ones must be taken."""
     seen = []
 
     def hopper(q, store, plan, launch, *rest):
-        seen.append(real(q, store, plan, launch, *rest))
-        return seen[-1]
+        done = real(q, store, plan, launch, *rest)
+        if launch.tile.kernel == "narrow":
+            assert done
+        else:
+            seen.append(done)
+        return done
 
     real = backend.launch_hopper
     monkeypatch.setattr(backend, "launch_hopper", hopper)
@@ -210,18 +219,19 @@ def test_negative_scales_and_the_switch_use_the_portable_kernel(target, ran, mon
         target.check(state, q, [prefix] * 40)
 
 
-def test_sixty_launches_are_bitwise_the_same(ran):
+@pytest.mark.parametrize(("B", "P", "S", "q_len"), [(1024, 2048, 128, 1), (64, 4096, 48, 1), (64, 2048, 96, 4)])
+def test_sixty_launches_are_bitwise_the_same(ran, B, P, S, q_len):
     """A stage that is refilled too early shows as a rare difference long before it shows as an error."""
     m = inputs.Model(num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
-    B, P, S, page = 1024, 2048, 128, 16
+    page = 16
     g = torch.Generator("cuda").manual_seed(0)
     pages = P // page + B * S // page
     ids = torch.randperm(pages, generator=g, device="cuda").int()
     prefix, suffix = ids[: P // page], ids[P // page :].view(B, -1)
     k, v = (torch.randn(pages, page, 8, 128, generator=g, device="cuda", dtype=m.dtype) for _ in range(2))
-    q = torch.randn(B, 32, 128, generator=g, device="cuda", dtype=m.dtype)
+    q = torch.randn(B * q_len, 32, 128, generator=g, device="cuda", dtype=m.dtype)
     table = PageTable.from_block_table(torch.cat([prefix.expand(B, -1), suffix], 1), page)
-    tree = PrefixTree.from_levels([Level([0, B], [P]), Level(range(B + 1), [S] * B)], table=table)
+    tree = PrefixTree.from_levels([Level([0, B], [P]), Level(range(B + 1), [S] * B)], q_lens=q_len, table=table)
     plan = make_plan(Target("triton", "cuda", m.dtype), tree, m, share="always")
     kv = cf.PagedKV(k, v)
     states = [cf.attend(q, kv, plan) for _ in range(60)]
@@ -229,3 +239,45 @@ def test_sixty_launches_are_bitwise_the_same(ran):
     for a, b in pairwise(states):
         assert torch.equal(a.o, b.o)
         assert torch.equal(a.lse, b.lse)
+
+
+@pytest.mark.parametrize("items", ["none live", "one", "one per program", "fifty per program"])
+def test_no_launch_hangs(target, ran, items):
+    """Programs of the wide kernel take items in turn: none with keys, one, as many as programs, fifty times as many."""
+    m = target.model(num_q_heads=32, num_kv_heads=1, head_dim=64, v_head_dim=64)
+    slots = torch.cuda.get_device_properties(0).multi_processor_count
+    nodes = {"none live": 3, "one": 1, "one per program": slots, "fifty per program": 50 * slots}[items]
+    length = 0 if items == "none live" else 40
+    table = PageTable.from_block_table(torch.arange(3, device="cuda", dtype=torch.int32)[None].repeat(nodes, 1), 16)
+    tree = PrefixTree.from_levels([Level(range(nodes + 1), [40] * nodes)], q_lens=4, table=table)
+    plan = make_plan(target, tree, m, split=1)
+    if not length:
+        plan.set_lengths(torch.zeros(nodes, device="cuda", dtype=torch.int32))
+    context = inputs.contexts(m, [48])[0]
+    store = target.put(cf.PagedKV(*(x.view(3, 16, 1, 64) for x in context)))
+    q = target.queries(m, 4 * nodes)
+    state = cf.attend(q, store, plan)
+    torch.cuda.synchronize()
+    assert ran() == [True]
+    few = slice(max(0, 4 * nodes - 12), 4 * nodes)
+    target.check(state[few], q[few], [tuple(x[:length] for x in context)] * (few.stop // 4 - few.start // 4), q_lens=4)
+
+
+def test_capacity_plans_follow_a_batch(target, ran):
+    """A plan with room, replayed for another tree: items beyond its own compute nothing, on every kernel."""
+    m = model(target, 4)
+    lens = [300, *[30, 0, 61, 17] * 10]
+    prefix, *suffixes = inputs.contexts(m, lens)
+    store, table = inputs.paged([prefix, *suffixes], 16)
+    store, table = target.put(store), target.put(table)
+
+    def tree_of(tokens):
+        prefixes = Level([0, 40], [tokens], PageTable.from_block_table(table[:1], 16))
+        return PrefixTree.from_levels([prefixes, Level(range(41), lens[1:], PageTable.from_block_table(table[1:], 16))])
+
+    plan = make_plan(target, tree_of(300), m, share="always").with_room(3)
+    q = target.queries(m, 40)
+    target.check(cf.attend(q, store, plan), q, inputs.join(prefix, suffixes))
+    plan.update_(tree_of(47))
+    target.check(cf.attend(q, store, plan), q, inputs.join(tuple(x[:47] for x in prefix), suffixes))
+    assert ran() == [True, True]

@@ -116,6 +116,12 @@ def test_items_have_no_more_rows_than_asked(most):
         assert (after is before) == (before.items[:, NUM_ROWS].max() <= most)
 
 
+@pytest.fixture(autouse=True)
+def portable(monkeypatch):
+    """As a run of the ablation has it."""
+    monkeypatch.setenv(HOPPER_SWITCH, "0")
+
+
 @pytest.mark.parametrize("name", ["d1", "d3", "d5", "d6", "t1"])
 def test_walks_fill_slots_of_stream_k(name):
     made = replanned(unreal(ALL[name], H200).plan, "stream_k")

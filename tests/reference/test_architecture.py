@@ -86,7 +86,7 @@ def test_cold_imports(statement):
 
 def test_files_and_functions_stay_small():
     """Not a style check: past these sizes a file needs a reason in its commit message and a line here."""
-    allowed = {"attend_kernel", "hopper_kernel", "merge_pair_kernel", "merge_rows_kernel"}  # kernels: many strides
+    allowed = {"attend_kernel", "hopper_kernel", "merge_pair_kernel", "merge_rows_kernel", "narrow_kernel"}  # many strides
     for path in modules():
         source = path.read_text()
         assert source.count("\n") <= 300, path

@@ -16,7 +16,7 @@ from cascade_fd.bench.workload import tree_of
 from cascade_fd.costs import Costs, TileCost
 from cascade_fd.hardware import CPU, H200, Hardware
 from cascade_fd.planning.draw import items_of
-from cascade_fd.planning.explain import MOST, abbreviate
+from cascade_fd.planning.explain import KERNELS, MOST, abbreviate
 from cascade_fd.planning.facts import facts_of
 from cascade_fd.planning.worklist import NODE, NUM_ROWS, ROW0, START, STATE, STOP, TABLE_ROW
 
@@ -124,7 +124,7 @@ def test_launches_and_merge_agree_with_the_arrays(name):
         assert row[1:6] == [f"{n:,}" if isinstance(n, int) else n for n in counts]
         assert float(row[6]) == pytest.approx(len(items) * 8 / slots, abs=0.005)
         assert row[7] == f"{(items[:, STOP] - items[:, START]).max():,} tokens"
-        assert row[8] == f"{launch.tile.block_m} rows x {launch.tile.block_n} keys"
+        assert row[8] == f"{launch.tile.block_m} rows x {launch.tile.block_n} keys{KERNELS[launch.tile.kernel]}"
     direct = {
         r // 4 for x in made.launches for i in x.items.tolist() if i[STATE] < 0 for r in range(i[ROW0], i[ROW0] + i[NUM_ROWS])
     }
@@ -184,7 +184,7 @@ def test_padded_requests_and_rows_of_none_do_not_count():
     text = cf.plan(tree, **MODEL).explain(H200)
     assert number("whole context: #B", text) == digits((2 * 64 + 10) * BYTES)
     assert number("every node once: #B", text) == digits((64 + 10) * BYTES)
-    assert table(text, "node")[0][2:] == ["2", "64", "1", "1", "its tokens lie apart from its readers'", "0-1"]
+    assert table(text, "node")[0][2:] == ["2", "64", "1", "2", "its tokens lie apart from its readers'", "0-1"]
 
 
 @pytest.mark.parametrize(("name", "bound"), [("d1", "reading"), ("d3", "reading"), ("c4", "reading"), ("c5", "multiplying")])
