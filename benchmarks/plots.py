@@ -16,6 +16,7 @@ from cascade_fd.bench.cases import CASES
 Rows = list[dict[str, str]]
 # Okabe and Ito's colours, which colour-blind people can tell apart; by how a provider's name begins.
 FAMILIES = {
+    "cascade_fd portable": ("cascade_fd, portable kernels", "#999999"),
     "cascade_fd": ("cascade_fd", "#0072B2"),
     "flashinfer": ("FlashInfer, best", "#E69F00"),
     "flash-attn 3": ("FlashAttention-3, best", "#009E73"),

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.peers import fa3, flashinfer, vllm_fa3
-from benchmarks.peers.provider import OURS, Provider
+from benchmarks.peers.provider import OURS, PORTABLE, Provider
 from benchmarks.peers.race import PROVIDERS, USUAL, Wanted, attempt, ceilings, race
 from benchmarks.peers.sweeps import SWEEPS
 from cascade_fd.bench.cases import CASES, Case
@@ -26,7 +26,14 @@ from cascade_fd.bench.measure import Row, machine
 from cascade_fd.checks import check_choice
 
 # How names of providers start, and what their column is called.
-LIBRARIES = {OURS: "ours", flashinfer.NAME: "FlashInfer", fa3.NAME: "FA3", vllm_fa3.NAME: "vLLM's FA3", "": "other"}
+LIBRARIES = {
+    PORTABLE: "portable",
+    OURS: "ours",
+    flashinfer.NAME: "FlashInfer",
+    fa3.NAME: "FA3",
+    vllm_fa3.NAME: "vLLM's FA3",
+    "": "other",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -94,7 +101,7 @@ def show(cases: Sequence[Case], rows: Sequence[Row], console: Console | None = N
             if row.case == case.name:
                 library = next(name for name in LIBRARIES if row.provider.startswith(name))
                 best[library] = min(row.us, best.get(library, row.us))
-        peers = [us for library, us in best.items() if library != OURS]
+        peers = [us for library, us in best.items() if library not in (OURS, PORTABLE)]
         ratio = f"{best[OURS] / min(peers):.3f}" if OURS in best and peers else ""
         times = (f"{best[name]:.1f}" if name in best else "" for name in LIBRARIES)
         table.add_row(case.name, f"{case.floor_us:.1f}", *times, ratio)

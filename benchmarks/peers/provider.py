@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,9 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cascade_fd.bench.measure import setting_of
 from cascade_fd.bench.workload import Workload
+from cascade_fd.hardware import Hardware
+from cascade_fd.planning.planner import plan
+from cascade_fd.planning.worklist import Plan
 
 Run = Callable[[], torch.Tensor]
 OURS = "cascade_fd"
+PORTABLE = "cascade_fd portable"
 
 
 class SkipError(Exception):
@@ -43,8 +47,34 @@ def over(loads: Sequence[Workload], run: Callable[[Workload], torch.Tensor]) -> 
 
 
 def ours(load: Workload) -> list[Provider]:
-    """cascade_fd, by the plan that the input set has."""
-    return [Provider(OURS, setting_of(load, "balanced"), partial(over, run=lambda load: load.run().o))]
+    """cascade_fd, by the plan that the input set has; where that uses kernels for one kind of GPU, also without them."""
+    found = [_planned(OURS, load, load.plan)]
+    if any(launch.tile.kernel != "attend" for launch in load.plan.launches):
+        hw = load.plan.hardware
+        made = replan(load.plan, replace(hw, costs=hw.costs.only()))
+        found.append(_planned(PORTABLE, load, made))
+    return found
+
+
+def replan(made: Plan, hardware: Hardware) -> Plan:
+    """The same batch, planned for other hardware."""
+    shape = made.shape
+    return plan(
+        made.tree,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dims,
+        dtype=shape.dtype,
+        device=made.device,
+        hardware=hardware,
+    )
+
+
+def _planned(name: str, load: Workload, made: Plan) -> Provider:
+    def run(load: Workload) -> torch.Tensor:
+        return replace(load, plan=made).run().o
+
+    return Provider(name, setting_of(replace(load, plan=made), "balanced"), partial(over, run=run))
 
 
 def sdpa(load: Workload) -> list[Provider]:

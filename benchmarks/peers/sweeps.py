@@ -17,7 +17,7 @@ class Sweep:
     settings: frozenset[str]
 
     def wants(self, each: Provider) -> bool:
-        return each.name == OURS or each.setting in self.settings
+        return each.name.startswith(OURS) or each.setting in self.settings
 
 
 FEW = ("flat, num_splits=auto", "flat, num_splits=auto, schedule ahead", "decode", "tensor-core decode")
