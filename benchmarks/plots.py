@@ -67,7 +67,7 @@ def peers(rows: Rows) -> Figure:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(ylabel="time over the floor", title=_where(rows), ylim=(0.9, 3.6), xlim=(-0.6, len(cases) - 0.4))
     axes.set_xticks(range(len(cases)), cases)
-    axes.legend(frameon=False, ncols=len(best), fontsize=8, loc="upper left")
+    axes.legend(frameon=False, ncols=3, fontsize=8, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

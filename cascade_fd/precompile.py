@@ -91,8 +91,8 @@ def _merges(state: AttentionState) -> None:
     merge(state, state, sink=sink, backend="triton")
     merge_(state, state, mask=mask, backend="triton")
     merge(state, state, state, sink=sink, backend="triton")
-    for most in (2, 32, 256):
-        merge_ragged(state, torch.empty(9, dtype=torch.int64, device="meta"), max_states=most, backend="triton")
+    for most, rows in ((2, 8), (2, 4096), (32, 8), (256, 8)):
+        merge_ragged(state, torch.empty(rows + 1, dtype=torch.int64, device="meta"), max_states=most, backend="triton")
 
 
 def _store(case: Case) -> KVStore:

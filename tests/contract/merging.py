@@ -83,6 +83,18 @@ def test_ragged_set(target):
                 target.check_merge(got[row : row + 1], part or [empty_like(got[row : row + 1])])
 
 
+@pytest.mark.parametrize("dim", [128, 64])
+def test_rows_do_not_feel_how_many_are_merged(target, dim):
+    """Many rows of few states share programs, by heads; each row keeps its bits."""
+    heads, rows = 32, 70  # more rows x heads than one head per program is for
+    states = target.state(2 * rows, heads, dim)
+    many = cf.merge_ragged(states, list(range(0, 2 * rows + 1, 2)), max_states=2, backend=target.backend)
+    few = cf.merge_ragged(states[:6], [0, 2, 4, 6], max_states=2, backend=target.backend)
+    target.check_merge(many[:1], [states[:1], states[1:2]])
+    assert torch.equal(many[:3].o, few.o)
+    assert torch.equal(many[:3].lse, few.lse)
+
+
 def test_stack_is_the_order_that_ragged_merges_read(target):
     states = [target.state(3, 2, 16, seed=i) for i in range(4)]
     stacked = AttentionState.stack(states)

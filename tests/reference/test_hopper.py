@@ -12,6 +12,8 @@ import torch
 
 import cascade_fd as cf
 from cascade_fd import Level, PageTable, PrefixTree
+from cascade_fd.bench.cases import CASES
+from cascade_fd.bench.workload import tree_of
 from cascade_fd.hardware import PRESETS
 from cascade_fd.tiles import HOPPER_SWITCH, hopper_lacks
 
@@ -21,12 +23,12 @@ from cascade_fd.backends import triton as backend
 from cascade_fd.kernels import hopper
 
 
-def plan_of(requests=64, page=16, arch="sm_90", dim=128, dtype=torch.bfloat16):
+def plan_of(requests=64, page=16, arch="sm_90", dim=128, dtype=torch.bfloat16, kernels="hopper"):
     table = PageTable.from_block_table(torch.empty(1, 128, dtype=torch.int32, device="meta"), page) if page else None
     tree = PrefixTree.from_levels([Level([0, requests], [640], table)])
     shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": dim, "dtype": dtype}
     hw = PRESETS[arch]
-    hw = replace(hw, costs=hw.costs.only("hopper"))
+    hw = replace(hw, costs=hw.costs.only(*kernels.split()))
     return cf.plan(tree, **shape, device="meta", hardware=hw, share="always")
 
 
@@ -162,7 +164,32 @@ def test_the_switch_keeps_to_the_portable_kernel(monkeypatch):
 def test_plans_say_which_kernel_takes_a_launch():
     assert "128 rows x 128 keys, Hopper kernel" in plan_of().explain()
     assert "Hopper kernel" not in plan_of(requests=4).explain()
+    text = plan_of(kernels="beside narrow").explain()
+    assert "128 rows x 64 keys, Hopper kernel in half an SM" in text
     assert "Hopper kernel" not in plan_of(page=8).explain()
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("d3", ["attend"]),
+        ("d5", ["attend"]),  # one request is 30 times as long as the others: too long for one warp
+        ("d6", ["narrow"]),
+        ("d7", ["attend"]),
+        ("v1", ["attend"]),
+        ("c3", ["beside", "attend"]),
+        ("c4", ["beside", "narrow"]),
+        ("c5", ["hopper", "narrow"]),
+        ("c6", ["beside", "narrow"]),
+        ("s1", ["beside", "attend"]),
+    ],
+)
+def test_what_was_fastest_is_chosen(name, want):
+    """On an H200, see benchmarks/NOTES.md."""
+    case = CASES[name]
+    table = torch.zeros(case.requests, -(-int(case.seq_lens.max()) // case.page_size), dtype=torch.int32)
+    shape = {"num_q_heads": case.num_q_heads, "num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim}
+    assert kernels(cf.plan(tree_of(case, table), **shape, device="cpu", hardware=PRESETS["sm_90"])) == want
 
 
 def test_a_batch_that_is_planned_into_a_plan_keeps_its_kernel():

@@ -9,7 +9,7 @@ import cascade_fd as cf
 from cascade_fd import Hardware, Level, PageTable, PrefixTree
 from cascade_fd.costs import Costs, TileCost
 from cascade_fd.hardware import A100, CPU, H200
-from cascade_fd.planning.cost import Load, hidden, predict
+from cascade_fd.planning.cost import BESIDE_OVERLAP, BOUND_OVERLAP, MEMORY, NARROW_OVERLAP, Load, hidden, predict
 
 SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": "cpu", "hardware": H200}
 TILES = tuple(TileCost(rows, 4, 0.001, 0.0, 1.0, 1.0) for rows in (16, 32, 64, 128))
@@ -250,6 +250,34 @@ def test_predictions_by_hand():
     assert half.busy(made_up().costs, 10) == pytest.approx((busy * 10 - 80) / 2 / 10 + 8)
     other = made_up(tiles=(TileCost(16, 2, 1.0, 0.0, 0.0, 1.0),))
     assert predict([load], 0, made_up(), other.costs).us == predict([load], 0, other).us
+
+
+def test_what_runs_beside_the_wide_tile_by_hand():
+    """Reading is cheap here; then the wide launch hides a share of the shorter one, by which tile runs beside it."""
+    tiles = (
+        TileCost(16, 2, 1.0, 4.0, 0.5, 0.5),
+        TileCost(128, 1, 1.0, 4.0, 0.5, 0.5, "beside"),
+        TileCost(8, 4, 1.0, 4.0, 0.5, 0.5, "narrow"),
+    )
+    hw = made_up(follow=0.0, launch=0.0, tiles=tiles)
+    wide = Load(128, 1, 10, [(200, 1)], 20, 1.0, "beside")
+    small, narrow = Load(16, 2, 20, [(40, 1)], 1), Load(8, 4, 20, [(40, 1)], 1, 1.0, "narrow")
+
+    def alone(load):
+        return predict([load], 0, hw).us
+
+    for load, share in ((small, BESIDE_OVERLAP), (narrow, BOUND_OVERLAP)):
+        assert alone(load) < alone(wide)
+        assert predict([wide, load], 0, hw).us == pytest.approx(alone(wide) + (1 - share) * alone(load))
+    many = replace(narrow, programs=200)
+    assert predict([wide, many], 0, hw).us == pytest.approx((1 - NARROW_OVERLAP) * alone(wide) + alone(many))
+    large = replace(small, rows=32)  # finds no room
+    assert predict([wide, large], 0, hw).us == pytest.approx(alone(wide) + alone(large))
+    cold = replace(hw, costs=replace(hw.costs, tiles=tuple(replace(t, cold=5.0) for t in tiles)))
+    apart = sum(predict([load], 0, cold).us for load in (wide, narrow))
+    assert predict([wide, narrow], 0, cold).us == pytest.approx(apart)  # reading hides no reading
+    assert apart < MEMORY * 240 * 5.0 / 10
+    assert hidden([wide, small], hw)[0] == 1
 
 
 def test_items_that_others_hide_may_be_longer():
