@@ -50,7 +50,15 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     where = Where(shape, hw, sizes, has_hopper(tree, frame))
     verdict = _decide(kinds, counts, _private(work.num_rows[S:], work.tokens[S:]), where)
     keep[:S] = verdict.folded[kind_of]
-    return Choice(keep, verdict.sizes, verdict.once[kind_of], verdict.each[kind_of], "", stuck, verdict.compared)
+    return Choice(
+        keep,
+        verdict.sizes,
+        wide=verdict.wide,
+        once=verdict.once[kind_of],
+        each=verdict.each[kind_of],
+        stuck=stuck,
+        compared=verdict.compared,
+    )
 
 
 def has_hopper(tree: PrefixTree, frame: Frame) -> bool:

@@ -118,7 +118,9 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     hw, split = frame.hardware, frame.asked.split
     kinds = [_group(tree, work.tokens, work.num_rows, sizes) for sizes in _size_options(work, frame, choice)]
     can_be_wide = bool(kinds[0]) and kinds[0][0][0] == HOPPER.block_m and has_hopper(tree, frame)
-    options = [(some, tile) for some in kinds for tile in wide_tiles(hw, can_be_wide)]
+    tiles = wide_tiles(hw, can_be_wide, len(kinds[0]) == 1)
+    wide = [tile for tile in tiles if choice.wide in ("", tile.kernel if tile else "attend")]
+    options = [(some, tile) for some in kinds for tile in wide or [None]]
     if len(options) == 1:
         launched = _launches(work, *options[0], frame)
     else:
@@ -161,7 +163,7 @@ def _launches(
         tile = wide if wide and rows == wide.block_m else pick_tile(hw, shape, rows)
         if frame.tiles:
             tile = frame.tiles[rows]
-        if compared or len(kinds) > 1:
+        if compared or wide or len(kinds) > 1:
             load = _load(tile, programs, work.tokens[nodes], shape)
             if not frame.tiles:
                 tile, before = settle(load, before, shape, hw, alone=len(kinds) == 1)

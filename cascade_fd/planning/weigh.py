@@ -32,9 +32,10 @@ def pick_tile(
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
-def wide_tiles(hw: Hardware, hopper: bool) -> list[AttendTile | None]:
-    """What a first launch of 128 rows may use: a portable tile (None), or one for Hopper."""
-    return [None, *(tile for tile in (HOPPER, BESIDE) if hopper and hw.costs.knows(tile.kernel))]
+def wide_tiles(hw: Hardware, hopper: bool, alone: bool) -> list[AttendTile | None]:
+    """What a first launch of 128 rows may use: a portable tile (None), or those for Hopper. ``alone``: no launch follows."""
+    known = [tile for tile in (HOPPER, BESIDE) if hopper and hw.costs.knows(tile.kernel)]
+    return [None, *(known[:1] if alone else known)]
 
 
 def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
@@ -75,6 +76,7 @@ class Verdict:
 
     folded: np.ndarray
     sizes: tuple[int, ...]
+    wide: str
     once: np.ndarray
     each: np.ndarray
     compared: tuple[tuple[str, float], ...]
@@ -104,7 +106,7 @@ class Scale:
         once, each, greedy = self._node_by_node()
         nothing, everything = [False] * len(greedy), [not kind[4] for kind in self.kinds]
         sets = self._size_sets()
-        best = {"everything shared": min((self.predict(nothing, sizes), sizes) for sizes in sets)}
+        best = {"everything shared": min((*self.predict(nothing, sizes), sizes) for sizes in sets)}
         folds = {"everything shared": nothing}
         close = any(b < CLEAR * a + best["everything shared"][0] for a, b in zip(once, each, strict=True))
         if any(everything) and close:
@@ -114,14 +116,15 @@ class Scale:
         for name, fold in folds.items():
             if name not in best:
                 kept = self._natural(sets)
-                sizes = kept if name == "nothing shared" else [*{*kept, best["everything shared"][1]}]
-                best[name] = min((self.predict(fold, some), some) for some in sizes)
+                sizes = kept if name == "nothing shared" else [*{*kept, best["everything shared"][2]}]
+                best[name] = min((*self.predict(fold, some), some) for some in sizes)
         name = min(best, key=lambda key: best[key][0])
         likely = "everything shared" if self._shared_part() >= MOSTLY else "nothing shared"
         if name != "node by node" and likely in best and best[likely][0] < SURE * best[name][0]:
             name = likely
-        compared = tuple((key, us) for key, (us, _) in best.items())
-        return Verdict(np.array(folds[name]), best[name][1], np.array(once), np.array(each), compared)
+        compared = tuple((key, us) for key, (us, *_) in best.items())
+        _, wide, tiles = best[name]
+        return Verdict(np.array(folds[name]), tiles, wide, np.array(once), np.array(each), compared)
 
     def _shared_part(self) -> float:
         """Of all tokens that requests read if nothing is shared, those that they have in common with others."""
@@ -185,8 +188,8 @@ class Scale:
         narrow = tuple(sorted({NARROW.block_m if size == sets[0][0] else size for size in sets[0]}))
         return [sets[0], *([narrow] if narrow in sets else [])]
 
-    def predict(self, folded: list[bool], sizes: tuple[int, ...]) -> float:
-        """Microseconds with some kinds of node folded and tiles of some sizes."""
+    def predict(self, folded: list[bool], sizes: tuple[int, ...]) -> tuple[float, str]:
+        """Microseconds with some kinds of node folded and tiles of some sizes, and the kernel of the first launch."""
         heads = self.shape.num_kv_heads
         bundles = {size: _Bundle(self.tiles[size]) for size in reversed(sizes)}
         extra, moved = self._move(folded)
@@ -228,9 +231,10 @@ class Scale:
             total += readers * passed[i] * self.counts[i]
         return extra, total
 
-    def _total(self, launches: list[tuple[int, _Bundle]]) -> float:
+    def _total(self, launches: list[tuple[int, _Bundle]]) -> tuple[float, str]:
         wide = self.hopper and bool(launches) and launches[0][0] == HOPPER.block_m
-        return min(self._timed(launches, tile) for tile in wide_tiles(self.hw, wide))
+        tiles = wide_tiles(self.hw, wide, len(launches) == 1)
+        return min((self._timed(launches, tile), tile.kernel if tile else "attend") for tile in tiles)
 
     def _timed(self, launches: list[tuple[int, _Bundle]], wide: AttendTile | None) -> float:
         hw, loads, before = self.hw, [], 0.0
