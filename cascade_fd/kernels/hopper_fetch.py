@@ -61,15 +61,9 @@ def places(ids_ptr, table_row, n0, stop, PAGE_SIZE: gl.constexpr, BOX: gl.conste
 
 @gluon.jit
 def produce(
-    k_desc,
-    v_desc,
-    ids_ptr,
-    items_ptr,
-    lens_ptr,
-    stride_ids,
     num_units,
-    k_boxes,
-    v_boxes,
+    sources,
+    boxes,
     barriers,
     HKV: gl.constexpr,
     D: gl.constexpr,
@@ -80,6 +74,8 @@ def produce(
     STAGES: gl.constexpr,
 ):
     """The warp that fetches. It runs ahead of the warp groups by up to STAGES tiles, into the next items too."""
+    k_desc, v_desc, ids_ptr, items_ptr, lens_ptr, stride_ids = sources
+    k_boxes, v_boxes = boxes
     k_full, k_empty, v_full, v_empty = barriers
     NUM_BOXES: gl.constexpr = BLOCK_N // BOX
     BYTES: gl.constexpr = BLOCK_N * k_desc.dtype.primitive_bitwidth // 8

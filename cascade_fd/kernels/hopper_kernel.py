@@ -96,73 +96,14 @@ def hopper_kernel(
     pointers = (q_ptr, items_ptr, lens_ptr, rows_ptr, part_o_ptr, part_lse_ptr, out_ptr, lse_ptr)
     strides = (stride_q_t, stride_q_h, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
     scales = (qk_scale, lse_scale)
-    rings = (k_ring, v_ring, v_bands)
+    sources = (k_desc, v_desc, ids_ptr, items_ptr, lens_ptr, stride_ids)
+    work = (num_units, pointers, strides, scales)
+    memory = (q_tiles, (k_ring, v_ring, v_bands), barriers)
     gl.warp_specialize(
         [
-            (
-                consume,
-                (
-                    0,
-                    num_units,
-                    pointers,
-                    strides,
-                    scales,
-                    q_tiles,
-                    rings,
-                    barriers,
-                    HKV,
-                    G,
-                    D,
-                    DV,
-                    ALIGN,
-                    BLOCK_N,
-                    STAGES,
-                    Q_IN_REGISTERS,
-                ),
-            ),
-            (
-                consume,
-                (
-                    1,
-                    num_units,
-                    pointers,
-                    strides,
-                    scales,
-                    q_tiles,
-                    rings,
-                    barriers,
-                    HKV,
-                    G,
-                    D,
-                    DV,
-                    ALIGN,
-                    BLOCK_N,
-                    STAGES,
-                    Q_IN_REGISTERS,
-                ),
-            ),
-            (
-                produce,
-                (
-                    k_desc,
-                    v_desc,
-                    ids_ptr,
-                    items_ptr,
-                    lens_ptr,
-                    stride_ids,
-                    num_units,
-                    k_boxes,
-                    v_boxes,
-                    barriers,
-                    HKV,
-                    D,
-                    DV,
-                    PAGE_SIZE,
-                    BLOCK_N,
-                    BOX,
-                    STAGES,
-                ),
-            ),
+            (consume, (0, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),
+            (consume, (1, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),
+            (produce, (num_units, sources, (k_boxes, v_boxes), barriers, HKV, D, DV, PAGE_SIZE, BLOCK_N, BOX, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

@@ -157,13 +157,8 @@ def store_states(GROUP: gl.constexpr, item, h, m, l, acc, pointers, strides, lse
 @gluon.jit
 def consume(
     GROUP: gl.constexpr,
-    num_units,
-    pointers,
-    strides,
-    scales,
-    q_tiles,
-    rings,
-    barriers,
+    work,
+    memory,
     HKV: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
@@ -174,6 +169,8 @@ def consume(
     Q_IN_REGISTERS: gl.constexpr,
 ):
     """A warp group: rows ``GROUP * 64`` to ``GROUP * 64 + 63`` of every item of this program."""
+    num_units, pointers, strides, scales = work
+    q_tiles, rings, barriers = memory
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)

@@ -46,6 +46,46 @@ def clear_outside(panel, first, last, BLOCK_N: gl.constexpr):
     fence_async_shared()
 
 
+@gluon.jit
+def store_states(
+    item, h, packed, row, row_ok, state, pointers, strides, lse_scale, HKV: gl.constexpr, G: gl.constexpr, DV: gl.constexpr
+):
+    """Of rows whose request is finished, the empty state. See the end of ``attend_kernel``.
+
+    ``state``: m, l, and acc by panels of columns, the second of which does not count if there is but one.
+    """
+    m, l, acc0, acc1 = state
+    lens_ptr, rows_ptr, part_o_ptr, part_lse_ptr, out_ptr, lse_ptr = pointers
+    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
+    mma: gl.constexpr = acc0.type.layout
+    head = h * G + packed % G
+    private = gl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
+    private_start = gl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
+    unfinished = gl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
+    l = gl.where(unfinished, l, 0.0)
+    acc0 = gl.where(unfinished[None, :], acc0, 0.0) * inverse(l)[None, :]
+    acc1 = gl.where(unfinished[None, :], acc1, 0.0) * inverse(l)[None, :]
+    lse = log_sum(m, l, 1.0, 1.0)
+    d = gl.arange(0, PANEL, gl.SliceLayout(1, mma))
+    out_row = gl.load(rows_ptr + row * 4, mask=row_ok, other=0).to(gl.int64)
+    first_slot = gl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(gl.int64)
+    index = gl.load(item + 7)
+    o_ok = row_ok[None, :]
+    if index < 0:  # the only state of these rows: straight to the output
+        o_ptrs = out_ptr + ((out_row * stride_out_t + head * stride_out_h)[None, :] + d[:, None])
+        gl.store(o_ptrs, acc0.to(out_ptr.dtype.element_ty), mask=o_ok)
+        if DV > PANEL:
+            gl.store(o_ptrs + PANEL, acc1.to(out_ptr.dtype.element_ty), mask=o_ok)
+        gl.store(lse_ptr + (out_row * stride_lse_t + head.to(gl.int64) * stride_lse_h), lse * lse_scale, mask=row_ok)
+    else:
+        part = (first_slot + index) * (HKV * G) + head
+        part_ptrs = part_o_ptr + (part[None, :] * DV + d[:, None])
+        gl.store(part_ptrs, acc0, mask=o_ok, eviction_policy="evict_last")
+        if DV > PANEL:
+            gl.store(part_ptrs + PANEL, acc1, mask=o_ok, eviction_policy="evict_last")
+        gl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
+
+
 @gluon.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h"])
 def narrow_kernel(
     k_desc,
@@ -107,6 +147,8 @@ def narrow_kernel(
         mbarrier.init(v_full.index(i), count=1)
     descs = (k_desc, v_desc)
     full = (k_full, v_full)
+    pointers = (lens_ptr, rows_ptr, part_o_ptr, part_lse_ptr, out_ptr, lse_ptr)
+    strides = (stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
 
     item = items_ptr + (gl.program_id(0) // HKV) * 8
     h = gl.program_id(0) % HKV
@@ -173,31 +215,4 @@ def narrow_kernel(
     if CHAIN == 2:  # Whoever waits for this launch then waits for the one before it too.
         if gl.program_id(0) == gl.num_programs(0) - 1:
             gdc_wait()
-    # Of rows whose request is finished, the empty state. See the end of ``attend_kernel``.
-    row_ok = r < num_rows
-    head = h * G + (row0 + r) % G
-    private = gl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
-    private_start = gl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
-    unfinished = gl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
-    l = gl.where(unfinished, l, 0.0)
-    acc0 = gl.where(unfinished[None, :], acc0, 0.0) * inverse(l)[None, :]
-    acc1 = gl.where(unfinished[None, :], acc1, 0.0) * inverse(l)[None, :]
-    lse = log_sum(m, l, 1.0, 1.0)
-    d = gl.arange(0, PANEL, gl.SliceLayout(1, mma))
-    out_row = gl.load(rows_ptr + row * 4, mask=row_ok, other=0).to(gl.int64)
-    first_slot = gl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(gl.int64)
-    state = gl.load(item + 7)
-    o_ok = row_ok[None, :]
-    if state < 0:  # the only state of these rows: straight to the output
-        o_ptrs = out_ptr + ((out_row * stride_out_t + head * stride_out_h)[None, :] + d[:, None])
-        gl.store(o_ptrs, acc0.to(out_ptr.dtype.element_ty), mask=o_ok)
-        if V_PANELS == 2:
-            gl.store(o_ptrs + PANEL, acc1.to(out_ptr.dtype.element_ty), mask=o_ok)
-        gl.store(lse_ptr + (out_row * stride_lse_t + head.to(gl.int64) * stride_lse_h), lse * lse_scale, mask=row_ok)
-    else:
-        part = (first_slot + state) * (HKV * G) + head
-        part_ptrs = part_o_ptr + (part[None, :] * DV + d[:, None])
-        gl.store(part_ptrs, acc0, mask=o_ok, eviction_policy="evict_last")
-        if V_PANELS == 2:
-            gl.store(part_ptrs + PANEL, acc1, mask=o_ok, eviction_policy="evict_last")
-        gl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
+    store_states(item, h, row0 + r, row, r < num_rows, (m, l, acc0, acc1), pointers, strides, lse_scale, HKV, G, DV)
