@@ -49,7 +49,8 @@ def constants(old: Costs, new: Costs) -> Table:
     table = Table("microseconds of", *OWN, *COMMON, title=new.source, caption=f"before: {old.source}")
     for before, after in zip(old.tiles, new.tiles, strict=True):
         figures = [_change(getattr(before, field), getattr(after, field)) for field in (*OWN, *COMMON)]
-        table.add_row(f"{after.rows} rows, {after.per_sm} per SM", *figures)
+        kernel = "" if after.kernel == "attend" else f", {after.kernel}"
+        table.add_row(f"{after.rows} rows, {after.per_sm} per SM{kernel}", *figures)
     table.add_section()
     for field in CALL:
         table.add_row(f"{field}{' (per MB)' if field == 'state' else ''}", _change(getattr(old, field), getattr(new, field)))
