@@ -75,12 +75,17 @@ HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, all launches
 
 def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page_size: int) -> tuple[str, ...]:
     """Why the kernels for Hopper cannot take a launch, as far as a plan can tell; empty if they can."""
+    return _hopper_lacks(arch, dtype, head_dims, page_size, os.environ.get(HOPPER_SWITCH) == "0")
+
+
+@functools.lru_cache(1024)
+def _hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page_size: int, is_off: bool) -> tuple[str, ...]:
     wanted = {
         "the GPU is a Hopper GPU (sm_90)": arch == "sm_90",
         "q and the cache are bfloat16 or float16": dtype in (torch.bfloat16, torch.float16),
         f"head dims are in {HOPPER_DIMS}": all(dim in HOPPER_DIMS for dim in head_dims),
         "the page size is a multiple of 16": page_size % 16 == 0,
-        f"{HOPPER_SWITCH} is not 0": os.environ.get(HOPPER_SWITCH) != "0",
+        f"{HOPPER_SWITCH} is not 0": not is_off,
     }
     return tuple(reason for reason, holds in wanted.items() if not holds)
 
