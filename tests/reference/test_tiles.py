@@ -1,0 +1,57 @@
+"""Which tile a launch or a merge gets, and what costs say of kernels that a device lacks."""
+
+import pytest
+import torch
+
+from cascade_fd.hardware import PRESETS
+from cascade_fd.planning.weigh import pick_tile, wide_tiles
+from cascade_fd.planning.worklist import Shape
+from cascade_fd.tiles import BESIDE, FETCH_REGISTERS, HOPPER, NARROW, merge_tile
+
+H200 = PRESETS["sm_90"]
+LLAMA = Shape(32, 8, 128, 128, torch.bfloat16)
+FILE = 512  # registers per lane in each of an SM's four files
+
+
+@pytest.mark.parametrize(
+    ("states", "dim", "rows", "heads", "want"),
+    [
+        (2, 128, 32768, 32, 4),  # many rows of few states
+        (2, 128, 32768, 6, 2),  # as many heads as divide them
+        (2, 128, 32768, 5, 1),
+        (4, 128, 8192, 32, 2),
+        (9, 128, 32768, 32, 1),  # states enough to fill a program
+        (2, 128, 2048, 32, 1),  # few rows
+        (2, 64, 32768, 32, 1),  # two lanes would add up one sum: other bits than with one head
+        (2, 80, 32768, 32, 4),
+    ],
+)
+def test_heads_of_a_merging_program(states, dim, rows, heads, want):
+    tile = merge_tile(states, dim, rows, heads)
+    assert (tile.block_h, tile.num_warps) == (want, 1)
+    assert heads % tile.block_h == 0
+
+
+def test_what_fits_beside_the_wide_kernel():
+    """A warp of each group is in every file, and the warps that fetch fill up a group of their own."""
+    left = FILE - 2 * BESIDE.registers - FETCH_REGISTERS["beside"]
+    assert left >= NARROW.registers
+    assert left >= pick_tile(H200, LLAMA, 16, crowded=True).registers > 0
+    assert FILE - 2 * HOPPER.registers - FETCH_REGISTERS["hopper"] < 32  # nothing beside the other size
+    for tile in (HOPPER, BESIDE):
+        assert (2 * tile.registers + FETCH_REGISTERS[tile.kernel]) % 24 == 0  # or a part of the file stays unused
+
+
+def test_wide_tiles_of_a_device():
+    assert wide_tiles(H200, True, False) == [None, HOPPER, BESIDE]
+    assert wide_tiles(H200, True, True) == [None, HOPPER]  # alone, it takes whole SMs
+    assert wide_tiles(H200, False, False) == [None]
+
+
+def test_costs_of_some_kernels():
+    costs = H200.costs.only("beside", "narrow")
+    assert [costs.knows(kernel) for kernel in ("attend", "hopper", "beside", "narrow")] == [True, False, True, True]
+    dear = {(t.rows, t.kernel) for t in costs.tiles if t.start > 1e6}
+    assert dear == {(128, "attend"), (16, "attend")}  # the narrow tile stands for the smallest
+    assert {t.kernel for t in H200.costs.only().tiles} == {"attend"}
+    assert not any(t.start > 1e6 for t in H200.costs.only().tiles)
