@@ -10,10 +10,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.ablation.rewrite import replanned
 from cascade_fd.bench.measure import setting_of
 from cascade_fd.bench.workload import Workload
-from cascade_fd.hardware import Hardware
-from cascade_fd.planning.planner import plan
 from cascade_fd.planning.worklist import Plan
 
 Run = Callable[[], torch.Tensor]
@@ -51,23 +50,9 @@ def ours(load: Workload) -> list[Provider]:
     found = [_planned(OURS, load, load.plan)]
     if any(launch.tile.kernel != "attend" for launch in load.plan.launches):
         hw = load.plan.hardware
-        made = replan(load.plan, replace(hw, costs=hw.costs.only()))
-        found.append(_planned(PORTABLE, load, made))
+        portable = replace(load.plan, hardware=replace(hw, costs=hw.costs.only()))
+        found.append(_planned(PORTABLE, load, replanned(portable, "balanced")))
     return found
-
-
-def replan(made: Plan, hardware: Hardware) -> Plan:
-    """The same batch, planned for other hardware."""
-    shape = made.shape
-    return plan(
-        made.tree,
-        num_q_heads=shape.num_q_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dims,
-        dtype=shape.dtype,
-        device=made.device,
-        hardware=hardware,
-    )
 
 
 def _planned(name: str, load: Workload, made: Plan) -> Provider:

@@ -112,18 +112,18 @@ def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterat
     """``share``, the tile sizes to keep to, () for all, so that each size also reads what larger ones would; and kernels."""
     few = hopper and batch.q_len * batch.num_q_heads // batch.num_kv_heads <= NARROW.block_m
     if batch.prefix and batch.flat_tokens <= MOST_FLAT:
-        yield "never", (), "attend" if hopper else ""
+        yield "never", (), "attend"
         if few:
             yield "never", (), "narrow"
-    for wide in ("attend", "hopper", "beside") if hopper and batch.packed > 64 else ("attend",) if hopper else ("",):
+    for wide in ("attend", "hopper", "beside") if hopper and batch.packed > 64 else ("attend",):
         yield "always", (), wide
         if few:
             yield "always", (), f"{wide} narrow"
     smaller = [size for size in sizes if size < batch.packed][: len(sizes) - 1] if batch.prefix else []
     if smaller:
-        yield "auto", (smaller[0],), "attend" if hopper else ""
+        yield "auto", (smaller[0],), "attend"
     if len(smaller) > 1:
-        yield "auto", (smaller[0], smaller[-1]), "attend" if hopper else ""
+        yield "auto", (smaller[0], smaller[-1]), "attend"
 
 
 def sample_of(label: str, plan: Plan, us: float) -> Sample:

@@ -30,7 +30,8 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     """Weigh the shared nodes of ``tree``, if that was asked for."""
     shape, hw, share = frame.shape, frame.hardware, frame.asked.share
     sizes = tuple(sorted(frame.tiles)) if frame.tiles else tile_rows(hw, shape.dtype, shape.head_dims)
-    if has_hopper(tree, frame) and hw.costs.knows(NARROW.kernel):
+    hopper = has_hopper(tree, frame)
+    if hopper and hw.costs.knows(NARROW.kernel):
         sizes = (NARROW.block_m, *sizes)
     keep = np.zeros(len(tree.nodes), bool)
     if not tree.num_shared or share == "always":
@@ -47,7 +48,7 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     kind_of, kinds = _kinds(tree, work, stuck)
     counts = tuple(np.bincount(kind_of, minlength=len(kinds)).tolist())
     S = tree.num_shared
-    where = Where(shape, hw, sizes, has_hopper(tree, frame))
+    where = Where(shape, hw, sizes, hopper)
     verdict = _decide(kinds, counts, _private(work.num_rows[S:], work.tokens[S:]), where)
     keep[:S] = verdict.folded[kind_of]
     return Choice(

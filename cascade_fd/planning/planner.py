@@ -12,7 +12,7 @@ from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
-from cascade_fd.planning.weigh import pick_tile, settle, wide_tiles
+from cascade_fd.planning.weigh import kernel_of, pick_tile, settle, wide_tiles
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
 from cascade_fd.tiles import HOPPER, NARROW, AttendTile, tile_rows
@@ -119,8 +119,8 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     kinds = [_group(tree, work.tokens, work.num_rows, sizes) for sizes in _size_options(work, frame, choice)]
     can_be_wide = bool(kinds[0]) and kinds[0][0][0] == HOPPER.block_m and has_hopper(tree, frame)
     tiles = wide_tiles(hw, can_be_wide, len(kinds[0]) == 1)
-    wide = [tile for tile in tiles if choice.wide in ("", tile.kernel if tile else "attend")]
-    options = [(some, tile) for some in kinds for tile in wide or [None]]
+    wide = [tile for tile in tiles if choice.wide in ("", kernel_of(tile))] or [None]
+    options = [(some, tile) for some in kinds for tile in wide]
     if len(options) == 1:
         launched = _launches(work, *options[0], frame)
     else:

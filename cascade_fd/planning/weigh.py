@@ -32,19 +32,25 @@ def pick_tile(
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
+WIDE = {tile.kernel: tile for tile in (HOPPER, BESIDE)}
+
+
 def wide_tiles(hw: Hardware, hopper: bool, alone: bool) -> list[AttendTile | None]:
     """What a first launch of 128 rows may use: a portable tile (None), or those for Hopper. ``alone``: no launch follows."""
-    known = [tile for tile in (HOPPER, BESIDE) if hopper and hw.costs.knows(tile.kernel)]
+    known = [tile for tile in WIDE.values() if hopper and hw.costs.knows(tile.kernel)]
     return [None, *(known[:1] if alone else known)]
+
+
+def kernel_of(wide: AttendTile | None) -> str:
+    """The kernel of one of ``wide_tiles``."""
+    return wide.kernel if wide else "attend"
 
 
 def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
     """The tile of a launch, which its load is given too; and SM time ``before`` the next launch, from that before it."""
-    wide = {tile.kernel: tile for tile in (HOPPER, BESIDE)}.get(load.kernel)
-    if wide:
-        tile, busy = wide, 0.0 if load.exclusive else load.busy(hw.costs, hw.num_sms)
-    else:
-        busy = load.busy(hw.costs, hw.num_sms)
+    busy = 0.0 if load.exclusive else load.busy(hw.costs, hw.num_sms)
+    tile = WIDE.get(load.kernel)
+    if tile is None:
         tile = pick_tile(hw, shape, load.rows, int(load.programs), crowded=before > CROWD * busy, alone=alone)
     load.per_sm = tile.per_sm
     return tile, before + busy
@@ -234,7 +240,7 @@ class Scale:
     def _total(self, launches: list[tuple[int, _Bundle]]) -> tuple[float, str]:
         wide = self.hopper and bool(launches) and launches[0][0] == HOPPER.block_m
         tiles = wide_tiles(self.hw, wide, len(launches) == 1)
-        return min((self._timed(launches, tile), tile.kernel if tile else "attend") for tile in tiles)
+        return min((self._timed(launches, tile), kernel_of(tile)) for tile in tiles)
 
     def _timed(self, launches: list[tuple[int, _Bundle]], wide: AttendTile | None) -> float:
         hw, loads, before = self.hw, [], 0.0
