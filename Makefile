@@ -31,7 +31,9 @@ compile: $(VENV)/.ok
 # Each release goes to a folder of its own, whatever constraints hold for the environment.
 compile-matrix: $(VENV)/.ok
 	set -e; for version in $(TRITONS); do \
-	  test -d .triton/$$version || PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --target .triton/$$version "triton==$$version"; \
+	  test -d .triton/$$version || { rm -rf .triton/part; \
+	    PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --target .triton/part "triton==$$version"; \
+	    mv .triton/part .triton/$$version; }; \
 	  echo "Triton $$version"; PYTHONPATH=.triton/$$version $(BIN)/cascade-fd compile --target sm_90; \
 	done
 
