@@ -65,12 +65,20 @@ class MergeTile:
 # half-size products that read them from shared memory, too, keep it busy (c4: 166 us instead of 151).
 HOPPER = AttendTile(128, 128, 4, 3, 1, registers=232, kernel="hopper")
 BESIDE = AttendTile(128, 64, 4, 2, 1, registers=176, kernel="beside")
+# At D = 256 steps are half as long, and nothing fits beside it.
+HOPPER_256 = replace(HOPPER, block_n=64, num_stages=2)
 FETCH_REGISTERS = {"hopper": 40, "beside": 32}  # of the warp that fetches, and of those that fill up its group
 # One warp that fetches for itself, two tiles ahead.
 NARROW = AttendTile(8, 32, 1, 2, 4, fits=4, registers=128, kernel="narrow")
 ON_HOPPER = tuple(tile.kernel for tile in (HOPPER, BESIDE, NARROW))
-HOPPER_DIMS = (64, 128)
+HOPPER_DIMS = (64, 128, 256)
 HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, all launches keep to the portable kernel
+
+
+def hopper_tiles(head_dims: tuple[int, int]) -> dict[str, AttendTile]:
+    """The tiles of the kernels for Hopper that there are for some head dims, by kernel."""
+    tiles = (HOPPER, BESIDE, NARROW) if max(head_dims) <= 128 else (HOPPER_256,)
+    return {tile.kernel: tile for tile in tiles}
 
 
 def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page_size: int) -> tuple[str, ...]:
@@ -161,11 +169,17 @@ def _tiles(arch: str, smem: int, dtype: torch.dtype, head_dims: tuple[int, int])
         # addresses under compute-sanitizer): such dims keep to plain MMA.
         tiles = tuple(t for t in tiles if t.block_m <= 32) or tiles[:1]
     if max(map(padded, head_dims)) > 128:
-        # Accumulators twice as wide: spread them over twice the threads; of 128 rows they would spill.
-        tiles = tuple(replace(t, num_warps=min(8, 2 * t.num_warps)) for t in tiles if t.block_m <= 64)
+        # Accumulators twice as wide: spread them over twice the threads, or, of 128 rows, let them have all registers.
+        tiles = tuple(_widened(t) for t in tiles)
     fitted = [_fitted(tile, arch, smem, dtype.itemsize, head_dims) for tile in tiles]
     sizes = sorted({t.block_m for t in fitted})
     return {size: tuple(t for t in fitted if t.block_m == size) for size in sizes}
+
+
+def _widened(tile: AttendTile) -> AttendTile:
+    if tile.block_m >= 128:
+        return replace(tile, num_stages=2, registers=0)
+    return replace(tile, num_warps=min(8, 2 * tile.num_warps))
 
 
 def _fitted(tile: AttendTile, arch: str, smem: int, itemsize: int, head_dims: tuple[int, int]) -> AttendTile:

@@ -59,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
     made.add_argument("--cases", default="", help="comma-separated names (default: all)")
-    made.add_argument("--sweep", choices=SWEEPS, help="instead of the usual cases; context: B requests of T keys, few settings")
+    made.add_argument(
+        "--sweep",
+        choices=SWEEPS,
+        help="instead of the usual cases; context: B requests of T keys, few settings; shapes: other heads",
+    )
     usual = f"comma-separated, of {', '.join(PROVIDERS)} (default: {','.join(USUAL)}, or those of the sweep)"
     made.add_argument("--providers", default="", help=usual)
     without = "leave out what has TEXT in 'name, setting' as a row has them; may be repeated"

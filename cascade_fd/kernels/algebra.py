@@ -17,32 +17,30 @@ def shift(m):
 
 
 @triton.jit
-def weigh(m, l, s, scale):
-    """Add scores ``s [M, N]`` to m and l. Returns these, the weights ``[M, N]``, and the factor for what was added up before.
+def weigh(m, top, s, scale):
+    """Raise m to scores ``s [M, N]``, the largest of each row being ``top``. Returns it, the weights ``[M, N]`` of the scores,
+    and the factor for what was added up before.
 
     ``scale``, which is positive, puts scores in log2 units; they are -inf where masked.
     """
-    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    m_new = tl.maximum(m, top * scale)
     base = shift(m_new)
-    p = tl.exp2(s * scale - base[:, None])
-    alpha = tl.exp2(m - base)
-    return m_new, l * alpha + tl.sum(p, 1), p, alpha
+    return m_new, tl.exp2(s * scale - base[:, None]), tl.exp2(m - base)
 
 
 @triton.jit
-def weigh_down(m, l, s, scale):
+def weigh_down(m, top, s, scale):
     """``weigh`` for scores ``s [N, M]``, keys along the rows."""
-    m_new = tl.maximum(m, tl.max(s, 0) * scale)
+    m_new = tl.maximum(m, top * scale)
     base = shift(m_new)
-    p = tl.exp2(s * scale - base[None, :])
-    alpha = tl.exp2(m - base)
-    return m_new, l * alpha + tl.sum(p, 0), p, alpha
+    return m_new, tl.exp2(s * scale - base[None, :]), tl.exp2(m - base)
 
 
 @triton.jit
 def fold_scores(m, l, acc, s, v, PRECISION: tl.constexpr):
     """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``."""
-    m, l, p, alpha = weigh(m, l, s, 1.0)
+    m, p, alpha = weigh(m, tl.max(s, 1), s, 1.0)
+    l = l * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return m, l, acc
 

@@ -34,12 +34,15 @@ def tile_start(i, origin, count, ragged, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def fetch(desc, rows, tokens, h, full, boxes, stage, WIDTH: gl.constexpr, NUM_BOXES: gl.constexpr):
-    """Start the copies of one tile, box by box. Boxes outside the store are filled with zeros."""
+def fetch(desc, rows, tokens, h, full, boxes, stage, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Start the copies of a tile of keys or values into a stage, box by box. Boxes outside the store are filled with zeros."""
+    NUM_BOXES: gl.constexpr = len(rows)
     PANELS: gl.constexpr = WIDTH // PANEL
+    barrier = full.index(stage)
+    mbarrier.expect(barrier, BLOCK_N * desc.dtype.primitive_bitwidth // 8 * WIDTH)
     for b in gl.static_range(NUM_BOXES):
         for p in gl.static_range(PANELS):
-            load_box(desc, [rows[b], tokens[b], h, p * PANEL], full, boxes.index((stage * PANELS + p) * NUM_BOXES + b))
+            load_box(desc, [rows[b], tokens[b], h, p * PANEL], barrier, boxes.index((stage * PANELS + p) * NUM_BOXES + b))
 
 
 @gluon.jit
@@ -78,7 +81,6 @@ def produce(
     k_boxes, v_boxes = boxes
     k_full, k_empty, v_full, v_empty = barriers
     NUM_BOXES: gl.constexpr = BLOCK_N // BOX
-    BYTES: gl.constexpr = BLOCK_N * k_desc.dtype.primitive_bitwidth // 8
     done = 0
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
         item = items_ptr + (unit // HKV) * 8
@@ -92,9 +94,7 @@ def produce(
             stage = (done + i) % STAGES
             free = (((done + i) // STAGES) & 1) ^ 1  # a new barrier counts as one whose phase 1 is over
             mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(k_full.index(stage), BYTES * D)
-            fetch(k_desc, rows, tokens, unit % HKV, k_full.index(stage), k_boxes, stage, D, NUM_BOXES)
+            fetch(k_desc, rows, tokens, unit % HKV, k_full, k_boxes, stage, D, BLOCK_N)
             mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(v_full.index(stage), BYTES * DV)
-            fetch(v_desc, rows, tokens, unit % HKV, v_full.index(stage), v_boxes, stage, DV, NUM_BOXES)
+            fetch(v_desc, rows, tokens, unit % HKV, v_full, v_boxes, stage, DV, BLOCK_N)
         done += count

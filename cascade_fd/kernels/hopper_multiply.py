@@ -18,22 +18,41 @@ NO_LENGTH = gl.constexpr(2**31 - 1)  # of a request without a private node: it i
 
 
 @gluon.jit
+def clear_piece(piece, offset, first, last):
+    """Zero what is outside ``[first, last)`` in a piece of values ``[tokens, 64]`` that begins at token ``offset``."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    token = offset + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
+    kept = (token >= first) & (token < last)
+    x = piece.load(layout)
+    piece.store(gl.where(kept[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
 def clear_outside(bands, stage, first, last, DV: gl.constexpr, BLOCK_N: gl.constexpr):
     """Zero the values of a tile outside ``[first, last)``: memory there may hold anything, and a weight of 0 times NaN is NaN.
 
     Both warp groups do so. What they write is the same, and the same as what was there inside the range.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     PANELS: gl.constexpr = DV // PANEL
     NUM_BANDS: gl.constexpr = BLOCK_N // BAND
     for b in range(0, NUM_BANDS):
-        token = b * BAND + gl.arange(0, BAND, gl.SliceLayout(1, layout))
-        kept = (token >= first) & (token < last)
         for p in gl.static_range(PANELS):
-            band = bands.index((stage * PANELS + p) * NUM_BANDS + b)
-            x = band.load(layout)
-            band.store(gl.where(kept[:, None], x, gl.zeros_like(x)))
+            clear_piece(bands.index((stage * PANELS + p) * NUM_BANDS + b), b * BAND, first, last)
     fence_async_shared()
+
+
+@gluon.jit
+def seen(row, q_end, stop, end):
+    """Row ``row`` sees keys below this: see ``limit`` of ``planning.worklist.Launch``."""
+    return gl.where(q_end > 0, gl.minimum(end - q_end + row + 1, stop), stop)
+
+
+@gluon.jit
+def is_unfinished(lens_ptr, rows_ptr, row, row_ok):
+    """Whether the request of a row still has a length that its private tokens begin within."""
+    private = gl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
+    private_start = gl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
+    return gl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
 
 
 @gluon.jit
@@ -55,6 +74,26 @@ def load_q(GROUP: gl.constexpr, item, h, pointers, strides, G: gl.constexpr, D: 
 
 
 @gluon.jit
+def row_max(s):
+    """The largest score of each row: four chains of comparisons a thread, since one would wait for itself."""
+    lanes = gl.max(s.reshape([s.shape[0], s.shape[1] // 16, 16]), 1)
+    return gl.convert_layout(gl.max(lanes, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def add_up(l, alpha, p):
+    """Add weights to l, which has 8 columns, two of each thread's own: they are added up at the end."""
+    layout: gl.constexpr = l.type.layout
+    sums = gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
+    return l * gl.convert_layout(alpha, gl.SliceLayout(1, layout))[:, None] + gl.convert_layout(sums, layout)
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
 def whole_tiles(m, l, acc, q, rings, barriers, qk_scale, first, stop, STAGES: gl.constexpr):
     """Add tiles ``first`` to ``stop - 1`` of this program, at least one.
 
@@ -73,7 +112,8 @@ def whole_tiles(m, l, acc, q, rings, barriers, qk_scale, first, stop, STAGES: gl
     s = warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    m, l, p, alpha = weigh(m, l, s, qk_scale)
+    m, p, alpha = weigh(m, row_max(s), s, qk_scale)
+    l = add_up(l, alpha, p)
     weights = gl.convert_layout(p.to(v_ring.dtype), p_layout)
     for i in range(first + 1, stop):
         next_stage = i % STAGES
@@ -84,11 +124,12 @@ def whole_tiles(m, l, acc, q, rings, barriers, qk_scale, first, stop, STAGES: gl
         acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(next_stage), count=1)
-        m, l, p, alpha = weigh(m, l, s, qk_scale)
+        m, p, alpha = weigh(m, row_max(s), s, qk_scale)
+        l = add_up(l, alpha, p)
         mbarrier.wait(v_full.index(stage), phase)  # is over; a branch that keeps the wait below from moving up
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(stage), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+        acc = rescale(acc, alpha)
         weights = gl.convert_layout(p.to(v_ring.dtype), p_layout)
         stage = next_stage
         phase = next_phase
@@ -115,8 +156,9 @@ def masked_tile(m, l, acc, q, rings, barriers, qk_scale, stage, phase, n0, start
     mbarrier.arrive(k_empty.index(stage), count=1)
     pos = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     s = gl.where((pos >= start)[None, :] & (pos[None, :] < limit[:, None]), s, NEG_INF)
-    m, l, p, alpha = weigh(m, l, s, qk_scale)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+    m, p, alpha = weigh(m, row_max(s), s, qk_scale)
+    l = add_up(l, alpha, p)
+    acc = rescale(acc, alpha)
     weights = gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, o_layout, 2))
     mbarrier.wait(v_full.index(stage), phase)
     clear_outside(v_bands, stage, start - n0, stop - n0, DV, BLOCK_N)
@@ -136,10 +178,8 @@ def store_states(GROUP: gl.constexpr, item, h, m, l, acc, pointers, strides, lse
     row, head, row_ok = packed_rows(GROUP, item, h, G, gl.SliceLayout(1, layout))
     out_row = gl.load(rows_ptr + row * 4, mask=row_ok, other=0).to(gl.int64)
     first_slot = gl.load(rows_ptr + row * 4 + 1, mask=row_ok, other=0).to(gl.int64)
-    private = gl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
-    private_start = gl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
-    unfinished = gl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
-    l = gl.where(unfinished, gl.convert_layout(l, gl.SliceLayout(1, layout)), 0.0)
+    unfinished = is_unfinished(lens_ptr, rows_ptr, row, row_ok)
+    l = gl.where(unfinished, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, layout)), 0.0)
     o = gl.where(unfinished[:, None], acc, 0.0) * inverse(l)[:, None]
     lse = log_sum(gl.convert_layout(m, gl.SliceLayout(1, layout)), l, 1.0, 1.0)
     d = gl.arange(0, DV, gl.SliceLayout(0, layout))
@@ -173,6 +213,7 @@ def consume(
     q_tiles, rings, barriers = memory
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    l_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     in_memory: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
     q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2) if Q_IN_REGISTERS else in_memory
@@ -184,9 +225,8 @@ def consume(
         origin, count, ragged = tile_range(start, stop, BLOCK_N, ALIGN)
         row, _, _ = packed_rows(GROUP, item, h, G, row_layout)
         q_end = gl.load(item + 6)
-        limit = gl.where(q_end > 0, gl.minimum(end - q_end + row + 1, stop), stop)  # row r sees keys below limit
-        # All rows of the item see the keys that its first one sees.
-        seen_by_all = gl.where(q_end > 0, gl.minimum(end - q_end + gl.load(item) // G + 1, stop), stop)
+        limit = seen(row, q_end, stop, end)
+        seen_by_all = seen(gl.load(item) // G, q_end, stop, end)  # all rows of the item see what its first one sees
         whole = gl.maximum(gl.maximum(seen_by_all - origin, 0) // BLOCK_N - ragged, 0)
         q = load_q(GROUP, item, h, pointers, strides, G, D, q_layout)
         if not Q_IN_REGISTERS:
@@ -194,7 +234,7 @@ def consume(
             fence_async_shared()
             q = q_tiles.index(GROUP)
         m = gl.full([ROWS], NEG_INF, gl.float32, row_layout)
-        l = gl.full([ROWS], 0.0, gl.float32, row_layout)
+        l = gl.zeros([ROWS, 8], gl.float32, l_layout)
         acc = gl.zeros([ROWS, DV], gl.float32, o_layout)
         if whole > 0:
             m, l, acc = whole_tiles(m, l, acc, q, rings, barriers, scales[0], done, done + whole, STAGES)

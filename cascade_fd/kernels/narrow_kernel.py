@@ -14,18 +14,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cascade_fd.kernels.algebra import NEG_INF, inverse, log_sum, weigh_down
 from cascade_fd.kernels.hopper_fetch import PANEL, fetch, item_range, places, tile_range, tile_start
 from cascade_fd.kernels.hopper_kernel import pieces
-from cascade_fd.kernels.hopper_multiply import NO_LENGTH
+from cascade_fd.kernels.hopper_multiply import clear_piece, is_unfinished, seen
 
 
 @gluon.jit
 def fetch_tile(descs, full, boxes, stage, rows, tokens, h, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr):
     """Start the copies of a tile of keys, and of values, into a stage."""
-    NUM_BOXES: gl.constexpr = len(rows)
-    BYTES: gl.constexpr = BLOCK_N * descs[0].dtype.primitive_bitwidth // 8
-    mbarrier.expect(full[0].index(stage), BYTES * D)
-    fetch(descs[0], rows, tokens, h, full[0].index(stage), boxes[0], stage, D, NUM_BOXES)
-    mbarrier.expect(full[1].index(stage), BYTES * DV)
-    fetch(descs[1], rows, tokens, h, full[1].index(stage), boxes[1], stage, DV, NUM_BOXES)
+    fetch(descs[0], rows, tokens, h, full[0], boxes[0], stage, D, BLOCK_N)
+    fetch(descs[1], rows, tokens, h, full[1], boxes[1], stage, DV, BLOCK_N)
 
 
 @gluon.jit
@@ -33,17 +29,6 @@ def load_q(q_ptr, offsets, row_ok, p: gl.constexpr, layout: gl.constexpr):
     """Queries, transposed: ``[64, ROWS]`` of the p-th panel of columns, zeros where there are none."""
     d = p * PANEL + gl.arange(0, PANEL, gl.SliceLayout(1, layout))
     return gl.load(q_ptr + (offsets[None, :] + d[:, None]), mask=row_ok[None, :], other=0.0)
-
-
-@gluon.jit
-def clear_outside(panel, first, last, BLOCK_N: gl.constexpr):
-    """Zero the values of a panel outside ``[first, last)``, see the Hopper kernel's ``clear_outside``."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    token = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    kept = (token >= first) & (token < last)
-    x = panel.load(layout)
-    panel.store(gl.where(kept[:, None], x, gl.zeros_like(x)))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -59,9 +44,7 @@ def store_states(
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
     mma: gl.constexpr = acc0.type.layout
     head = h * G + packed % G
-    private = gl.load(rows_ptr + row * 4 + 2, mask=row_ok, other=-1)
-    private_start = gl.load(rows_ptr + row * 4 + 3, mask=row_ok, other=0)
-    unfinished = gl.load(lens_ptr + private, mask=private >= 0, other=NO_LENGTH) >= private_start
+    unfinished = is_unfinished(lens_ptr, rows_ptr, row, row_ok)
     l = gl.where(unfinished, l, 0.0)
     acc0 = gl.where(unfinished[None, :], acc0, 0.0) * inverse(l)[None, :]
     acc1 = gl.where(unfinished[None, :], acc1, 0.0) * inverse(l)[None, :]
@@ -173,9 +156,8 @@ def narrow_kernel(
 
     r = gl.arange(0, ROWS, columns)
     row = (row0 + r) // G
-    limit = gl.where(q_end > 0, gl.minimum(end - q_end + row + 1, stop), stop)  # row r sees keys below limit
-    seen_by_all = gl.where(q_end > 0, gl.minimum(end - q_end + row0 // G + 1, stop), stop)
-    whole = gl.maximum(gl.maximum(seen_by_all - origin, 0) // BLOCK_N - ragged, 0)
+    limit = seen(row, q_end, stop, end)
+    whole = gl.maximum(gl.maximum(seen(row0 // G, q_end, stop, end) - origin, 0) // BLOCK_N - ragged, 0)
     m = gl.full([ROWS], NEG_INF, gl.float32, columns)
     l = gl.full([ROWS], 0.0, gl.float32, columns)
     acc0 = gl.zeros([PANEL, ROWS], gl.float32, mma)
@@ -200,14 +182,16 @@ def narrow_kernel(
         if i >= whole:
             pos = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
             s = gl.where((pos >= start)[:, None] & (pos[:, None] < limit[None, :]), s, NEG_INF)
-        m, l, p, alpha = weigh_down(m, l, s, qk_scale)
+        m, p, alpha = weigh_down(m, gl.max(s, 0), s, qk_scale)
+        l = l * alpha + gl.sum(p, 0)
         acc0 = acc0 * alpha[None, :]
         acc1 = acc1 * alpha[None, :]
         weights = gl.convert_layout(p.to(dtype), right)
         mbarrier.wait(v_full.index(stage), phase)
         if (n0 < start) | (n0 + BLOCK_N > stop):
             for panel in gl.static_range(V_PANELS):
-                clear_outside(v_panels.index(stage * V_PANELS + panel), start - n0, stop - n0, BLOCK_N)
+                clear_piece(v_panels.index(stage * V_PANELS + panel), 0, start - n0, stop - n0)
+                fence_async_shared()
         acc0 = mma_v2(v_panels.index(stage * V_PANELS).permute((1, 0)).load(left), weights, acc0)
         if V_PANELS == 2:
             acc1 = mma_v2(v_panels.index(stage * V_PANELS + 1).permute((1, 0)).load(left), weights, acc1)

@@ -118,7 +118,7 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     hw, split = frame.hardware, frame.asked.split
     kinds = [_group(tree, work.tokens, work.num_rows, sizes) for sizes in _size_options(work, frame, choice)]
     can_be_wide = bool(kinds[0]) and kinds[0][0][0] == HOPPER.block_m and has_hopper(tree, frame)
-    tiles = wide_tiles(hw, can_be_wide, len(kinds[0]) == 1)
+    tiles = wide_tiles(hw, frame.shape, len(kinds[0]) == 1) if can_be_wide else [None]
     wide = [tile for tile in tiles if choice.wide in ("", kernel_of(tile))] or [None]
     options = [(some, tile) for some in kinds for tile in wide]
     if len(options) == 1:

@@ -12,7 +12,7 @@ from cascade_fd.hardware import Hardware
 from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.splits import Cuttable
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import BESIDE, HOPPER, NARROW, AttendTile, attend_tile
+from cascade_fd.tiles import HOPPER, NARROW, AttendTile, attend_tile, hopper_tiles
 
 CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
 # Predictions are off by up to 10 %. So between all and nothing the one is taken that is likely, all if two thirds of what is
@@ -32,12 +32,13 @@ def pick_tile(
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
-WIDE = {tile.kernel: tile for tile in (HOPPER, BESIDE)}
+def wide_tiles(hw: Hardware, shape: Shape, alone: bool) -> list[AttendTile | None]:
+    """What a first launch of 128 rows may use that the kernels for Hopper can take: a portable tile (None), or theirs.
 
-
-def wide_tiles(hw: Hardware, hopper: bool, alone: bool) -> list[AttendTile | None]:
-    """What a first launch of 128 rows may use: a portable tile (None), or those for Hopper. ``alone``: no launch follows."""
-    known = [tile for tile in WIDE.values() if hopper and hw.costs.knows(tile.kernel)]
+    ``alone``: no launch follows.
+    """
+    tiles = hopper_tiles(shape.head_dims).values()
+    known = [tile for tile in tiles if tile.block_m == HOPPER.block_m and hw.costs.knows(tile.kernel)]
     return [None, *(known[:1] if alone else known)]
 
 
@@ -49,7 +50,7 @@ def kernel_of(wide: AttendTile | None) -> str:
 def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
     """The tile of a launch, which its load is given too; and SM time ``before`` the next launch, from that before it."""
     busy = 0.0 if load.exclusive else load.busy(hw.costs, hw.num_sms)
-    tile = WIDE.get(load.kernel)
+    tile = hopper_tiles(shape.head_dims).get(load.kernel)
     if tile is None:
         tile = pick_tile(hw, shape, load.rows, int(load.programs), crowded=before > CROWD * busy, alone=alone)
     load.per_sm = tile.per_sm
@@ -239,7 +240,7 @@ class Scale:
 
     def _total(self, launches: list[tuple[int, _Bundle]]) -> tuple[float, str]:
         wide = self.hopper and bool(launches) and launches[0][0] == HOPPER.block_m
-        tiles = wide_tiles(self.hw, wide, len(launches) == 1)
+        tiles = wide_tiles(self.hw, self.shape, len(launches) == 1) if wide else [None]
         return min((self._timed(launches, tile), kernel_of(tile)) for tile in tiles)
 
     def _timed(self, launches: list[tuple[int, _Bundle]], wide: AttendTile | None) -> float:

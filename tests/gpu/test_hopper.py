@@ -39,7 +39,7 @@ def with_kernels(monkeypatch, *kernels):
 
 @pytest.fixture(autouse=True, params=["hopper", "beside narrow"])
 def kernels(request, monkeypatch):
-    """The wide kernel alone on its SMs, or beside the narrow one."""
+    """The wide kernel alone on its SMs, or beside the narrow one; which kernels always pay."""
     with_kernels(monkeypatch, *request.param.split())
 
 
@@ -126,6 +126,18 @@ def test_different_head_dims(target, ran):
     over_a_prefix(target, m, 200, 16)
     over_a_prefix(target, target.model(num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=128), 200, 0)
     assert ran() == [True, True]
+
+
+@pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
+@pytest.mark.parametrize(
+    ("group", "dims", "page"), [(2, (256, 256), 16), (16, (256, 256), 0), (4, (256, 64), 48), (4, (128, 256), 64)]
+)
+def test_head_dims_of_256(target, ran, group, dims, page):
+    """Tiles of 64 keys, for the wide kernel alone; after it a portable launch."""
+    m = target.model(num_q_heads=2 * group, num_kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
+    for length, split in ((1, None), (333, 2), (640, 1)):
+        over_a_prefix(target, m, length, page, split=split)
+    assert ran() == [True] * 3
 
 
 def test_slices_of_an_interleaved_pool(target, ran):

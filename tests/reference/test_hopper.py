@@ -71,7 +71,7 @@ def test_what_a_plan_says(known_triton):
     assert lacks == (
         "the GPU is a Hopper GPU (sm_90)",
         "q and the cache are bfloat16 or float16",
-        "head dims are in (64, 128)",
+        "head dims are in (64, 128, 256)",
         "the page size is a multiple of 16",
     )
 
@@ -163,6 +163,7 @@ def test_the_switch_keeps_to_the_portable_kernel(monkeypatch):
 
 def test_plans_say_which_kernel_takes_a_launch():
     assert "128 rows x 128 keys, Hopper kernel" in plan_of().explain()
+    assert "128 rows x 64 keys, Hopper kernel" in plan_of(dim=256, kernels="hopper narrow").explain()
     assert "Hopper kernel" not in plan_of(requests=4).explain()
     text = plan_of(kernels="beside narrow").explain()
     assert "128 rows x 64 keys, Hopper kernel in half an SM" in text

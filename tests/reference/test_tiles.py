@@ -6,10 +6,11 @@ import torch
 from cascade_fd.hardware import PRESETS
 from cascade_fd.planning.weigh import pick_tile, wide_tiles
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import BESIDE, FETCH_REGISTERS, HOPPER, NARROW, merge_tile
+from cascade_fd.tiles import BESIDE, FETCH_REGISTERS, HOPPER, HOPPER_256, NARROW, attend_tile, hopper_tiles, merge_tile
 
 H200 = PRESETS["sm_90"]
 LLAMA = Shape(32, 8, 128, 128, torch.bfloat16)
+GEMMA = Shape(16, 8, 256, 256, torch.bfloat16)
 FILE = 512  # registers per lane in each of an SM's four files
 
 
@@ -38,14 +39,22 @@ def test_what_fits_beside_the_wide_kernel():
     assert left >= NARROW.registers
     assert left >= pick_tile(H200, LLAMA, 16, crowded=True).registers > 0
     assert FILE - 2 * HOPPER.registers - FETCH_REGISTERS["hopper"] < 32  # nothing beside the other size
-    for tile in (HOPPER, BESIDE):
+    for tile in (HOPPER, BESIDE, HOPPER_256):
         assert (2 * tile.registers + FETCH_REGISTERS[tile.kernel]) % 24 == 0  # or a part of the file stays unused
 
 
 def test_wide_tiles_of_a_device():
-    assert wide_tiles(H200, True, False) == [None, HOPPER, BESIDE]
-    assert wide_tiles(H200, True, True) == [None, HOPPER]  # alone, it takes whole SMs
-    assert wide_tiles(H200, False, False) == [None]
+    assert wide_tiles(H200, LLAMA, False) == [None, HOPPER, BESIDE]
+    assert wide_tiles(H200, LLAMA, True) == [None, HOPPER]  # alone, it takes whole SMs
+    assert wide_tiles(H200, GEMMA, False) == wide_tiles(H200, GEMMA, True) == [None, HOPPER_256]
+    assert wide_tiles(PRESETS["sm_80"], LLAMA, False) == [None]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (64, 256)])
+def test_a_portable_tile_can_stand_in_for_each_kernel(dims):
+    """A plan for these kernels also runs where they cannot: its items need as many rows, or the next size with more."""
+    for tile in hopper_tiles(dims).values():
+        assert attend_tile(H200, torch.bfloat16, dims, tile.block_m).block_m >= tile.block_m
 
 
 def test_costs_of_some_kernels():
