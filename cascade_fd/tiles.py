@@ -28,6 +28,7 @@ class AttendTile:
         kernel: "attend", the portable one; on Hopper GPUs also "hopper", which takes whole SMs, "beside", the same kernel in
             half of one, and "narrow", for few rows.
         lone: only for a call that is one launch.
+        whole: a program takes a whole SM: nothing of another launch fits beside it.
     """
 
     block_m: int
@@ -39,6 +40,7 @@ class AttendTile:
     registers: int = 0
     kernel: str = "attend"
     lone: bool = False
+    whole: bool = False
 
     def smem(self, arch: str, head_dims: tuple[int, int], itemsize: int) -> int:
         """Shared memory in bytes, from above: what Triton 3.6 to 3.9 allocate for K, V and (on NVIDIA) q."""
@@ -63,22 +65,28 @@ class MergeTile:
 # D = 128, or with half of the registers and a third of the memory, so that four narrow programs, or two of 16 rows, fit beside
 # it: an SM's registers are four files of 512 per lane, of which "beside" leaves 128 each. Queries are in registers there, since
 # half-size products that read them from shared memory, too, keep it busy (c4: 166 us instead of 151).
-HOPPER = AttendTile(128, 128, 4, 3, 1, registers=232, kernel="hopper")
+HOPPER = AttendTile(128, 128, 4, 3, 1, registers=232, kernel="hopper", whole=True)
 BESIDE = AttendTile(128, 64, 4, 2, 1, registers=176, kernel="beside")
-# At D = 256 steps are half as long, and nothing fits beside it.
-HOPPER_256 = replace(HOPPER, block_n=64, num_stages=2)
-FETCH_REGISTERS = {"hopper": 40, "beside": 32}  # of the warp that fetches, and of those that fill up its group
 # One warp that fetches for itself, two tiles ahead.
 NARROW = AttendTile(8, 32, 1, 2, 4, fits=4, registers=128, kernel="narrow")
+# Heads half as wide leave room for steps twice as long. And only from 48 KiB of shared memory on does Triton ask for SMs that
+# have much of it: with less, programs of the next launch found none (h1: 187 us, not 121). Heads twice as wide fill an SM.
+BESIDE_64, NARROW_64 = replace(BESIDE, block_n=128), replace(NARROW, block_n=64)
+HOPPER_256 = replace(HOPPER, block_n=64, num_stages=2)
+FETCH_REGISTERS = {"hopper": 40, "beside": 32}  # of the warp that fetches, and of those that fill up its group
 ON_HOPPER = tuple(tile.kernel for tile in (HOPPER, BESIDE, NARROW))
-HOPPER_DIMS = (64, 128, 256)
+FREE = 65536 * 3 // 4  # registers of an SM of which a program may take so many and leave room for one of another launch
+_HOPPER_TILES = {
+    dim: {tile.kernel: tile for tile in tiles}
+    for dim, tiles in {64: (HOPPER, BESIDE_64, NARROW_64), 128: (HOPPER, BESIDE, NARROW), 256: (HOPPER_256,)}.items()
+}
+HOPPER_DIMS = tuple(_HOPPER_TILES)
 HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, all launches keep to the portable kernel
 
 
 def hopper_tiles(head_dims: tuple[int, int]) -> dict[str, AttendTile]:
     """The tiles of the kernels for Hopper that there are for some head dims, by kernel."""
-    tiles = (HOPPER, BESIDE, NARROW) if max(head_dims) <= 128 else (HOPPER_256,)
-    return {tile.kernel: tile for tile in tiles}
+    return _HOPPER_TILES[min(dim for dim in HOPPER_DIMS if dim >= max(head_dims))]
 
 
 def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page_size: int) -> tuple[str, ...]:
@@ -178,8 +186,9 @@ def _tiles(arch: str, smem: int, dtype: torch.dtype, head_dims: tuple[int, int])
 
 def _widened(tile: AttendTile) -> AttendTile:
     if tile.block_m >= 128:
-        return replace(tile, num_stages=2, registers=0)
-    return replace(tile, num_warps=min(8, 2 * tile.num_warps))
+        return replace(tile, num_stages=2, registers=0, whole=True)
+    num_warps = min(8, 2 * tile.num_warps)
+    return replace(tile, num_warps=num_warps, whole=tile.registers * 32 * num_warps > FREE)
 
 
 def _fitted(tile: AttendTile, arch: str, smem: int, itemsize: int, head_dims: tuple[int, int]) -> AttendTile:

@@ -13,12 +13,17 @@ from dataclasses import dataclass, replace
 from cascade_fd.costs import BLOCK_BYTES, Costs
 from cascade_fd.hardware import Hardware
 from cascade_fd.planning.worklist import Shape
+from cascade_fd.tiles import AttendTile
 
 OVERLAP = 0.5  # of the times of launches that overlap, but for the longest, what is hidden
 # The same beside the "beside" tile: of portable tiles, and of the narrow one, which keeps tensor cores busier: so less, where
 # the wide launch takes longest. And nothing is read faster than in MEMORY of a full device's time.
 BESIDE_OVERLAP, NARROW_OVERLAP, BOUND_OVERLAP, MEMORY = 0.58, 0.72, 0.35, 1.12
 MOST_BESIDE = 16  # rows of tiles that leave enough registers to run beside it
+# Of head dims up to 64 the bytes of a block are half as many, but scores, and their exponentials, as many: it takes so much
+# longer than its bytes say. Of small tiles; of large ones, by kernel. At 256 the kernel for Hopper takes shorter steps.
+PACE_64, PACE_64_LARGE, PACE_256 = 1.2, {"attend": 1.5, "hopper": 1.75, "beside": 1.55}, {"hopper": 1.15}
+LARGE = 64  # rows
 TAIL = 0.2  # of the time that slots would idle in a last wave that is not full, if waves did not overlap
 
 
@@ -32,7 +37,8 @@ class Load:
         reads: pairs of blocks of different keys, all KV heads, and how many programs read each of them: about at the same time,
             so that all but the first find it in the cache.
         longest: blocks of the longest item.
-        size: bytes of a block in units of ``BLOCK_BYTES``.
+        size: see ``block_size``.
+        whole: see ``AttendTile``.
     """
 
     rows: int
@@ -42,6 +48,21 @@ class Load:
     longest: float
     size: float = 1.0
     kernel: str = "attend"
+    whole: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        tile: AttendTile,
+        shape: Shape,
+        programs: float,
+        reads: Sequence[tuple[float, float]],
+        longest: float,
+        block_n: int = 0,
+    ) -> Load:
+        """Of a tile; blocks have its length, or ``block_n`` keys."""
+        size = block_size(shape, tile, block_n)
+        return cls(tile.block_m, tile.per_sm, programs, reads, longest, size, tile.kernel, tile.whole)
 
     def busy(self, costs: Costs, num_sms: int) -> float:
         """Microseconds that a full device takes for all blocks."""
@@ -52,11 +73,6 @@ class Load:
         busy = (self.size * work + self.programs * tile.start) / num_sms
         waves = self.programs / (num_sms * self.per_sm)
         return busy * (1 + TAIL * (math.ceil(waves) / waves - 1)) if waves > 1 else busy
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether no program of another launch finds room beside it."""
-        return self.kernel == "hopper"
 
     def cut_evenly(self, num_sms: int) -> Load:
         """The same with items as long as equal shares of all blocks: before it is known how nodes are cut."""
@@ -76,9 +92,18 @@ class Prediction:
     bound: str
 
 
-def block_size(shape: Shape, block_n: int) -> float:
-    """Bytes of a block of ``block_n`` keys in units of ``BLOCK_BYTES``."""
-    return sum(shape.head_dims) * shape.dtype.itemsize * block_n / BLOCK_BYTES
+def block_size(shape: Shape, tile: AttendTile, block_n: int = 0) -> float:
+    """What a block of a tile, or one of ``block_n`` keys, costs in units of one of ``BLOCK_BYTES``: its bytes, and its pace."""
+    return sum(shape.head_dims) * shape.dtype.itemsize * (block_n or tile.block_n) / BLOCK_BYTES * pace(shape, tile)
+
+
+def pace(shape: Shape, tile: AttendTile) -> float:
+    """How much longer a block takes than its bytes say, with other head dims than 128."""
+    if max(shape.head_dims) > 128:
+        return PACE_256.get(tile.kernel, 1.0)
+    if max(shape.head_dims) > 64:
+        return 1.0
+    return PACE_64 if tile.block_m < LARGE else PACE_64_LARGE[tile.kernel]
 
 
 def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Costs | None = None) -> Prediction:
@@ -103,7 +128,7 @@ def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Cost
 
 def _hidden_us(loads: Sequence[Load], times: Sequence[float], num_sms: int, costs: Costs) -> float:
     """What launches hide of each other. The next one enters when the last wave of the first has begun."""
-    side = [i for i, load in enumerate(loads) if not load.exclusive]
+    side = [i for i, load in enumerate(loads) if not load.whole]
     if len(side) < 2:
         return 0.0
     first, mine = loads[side[0]], [times[i] for i in side]
@@ -136,7 +161,7 @@ def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
 
     ``loads`` are of items of one block.
     """
-    beside = [load for load in loads if not load.exclusive]
+    beside = [load for load in loads if not load.whole]
     if len(beside) < 2 or not hw.overlaps:
         return [1] * len(loads)
     total = sum(load.busy(hw.costs, hw.num_sms) for load in beside)
@@ -144,6 +169,6 @@ def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     for load in loads:
         share = HIDDEN if load is beside[0] else HIDDEN_LATER
         step = load.chain(hw.costs) * (1 + CROWDED * (1 - load.busy(hw.costs, hw.num_sms) / total))
-        alone = load.exclusive or load.kernel == "beside"
+        alone = load.whole or load.kernel == "beside"
         least.append(1 if alone or not step else max(1, int(share * total / step)))
     return least

@@ -12,7 +12,7 @@ import numpy as np
 
 from cascade_fd.hardware import Hardware
 from cascade_fd.nodes import offsets_of
-from cascade_fd.planning.cost import Load, Prediction, block_size, predict
+from cascade_fd.planning.cost import Load, Prediction, predict
 from cascade_fd.planning.layout import states_of
 from cascade_fd.planning.worklist import Plan
 
@@ -114,9 +114,8 @@ def loads_of(plan: Plan, facts: Facts) -> list[Load]:
     for i, launch in enumerate(plan.launches):
         mine, tile, block = (where == i) & (own > 0), launch.tile, launch.tile.block_n
         reads = list(zip((shape.num_kv_heads / block * own[mine]).tolist(), times[mine].tolist(), strict=True))
-        size = block_size(shape, block)
-        programs = launch.count * shape.num_kv_heads
-        loads.append(Load(tile.block_m, tile.per_sm, programs, reads, launch.max_tokens / block, size, tile.kernel))
+        programs, longest = launch.count * shape.num_kv_heads, launch.max_tokens / block
+        loads.append(Load.of(tile, shape, programs, reads, longest))
     return loads
 
 

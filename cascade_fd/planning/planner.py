@@ -8,7 +8,7 @@ import torch
 from cascade_fd.checks import FLOAT_DTYPES, check_choice, check_group, check_int
 from cascade_fd.hardware import Hardware, hardware_of
 from cascade_fd.planning.choice import Asked, Choice
-from cascade_fd.planning.cost import Load, block_size, hidden, predict
+from cascade_fd.planning.cost import Load, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
@@ -184,8 +184,7 @@ def _load(tile: AttendTile, programs: np.ndarray, tokens: np.ndarray, shape: Sha
     heads, count = shape.num_kv_heads, int(programs.sum())
     blocks = int((tokens * programs).sum()) / tile.block_n
     unique = int(tokens.sum()) * heads / tile.block_n
-    size = block_size(shape, tile.block_n)
-    return Load(tile.block_m, tile.per_sm, count, [(unique, blocks / max(unique, 1))], 1.0, size, tile.kernel)
+    return Load.of(tile, shape, count, [(unique, blocks / max(unique, 1))], 1.0)
 
 
 def _cut(work: Work, groups: list[Group], policy: str, hw: Hardware, least: list[int], page: np.ndarray | int) -> None:

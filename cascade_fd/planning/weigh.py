@@ -28,7 +28,7 @@ def pick_tile(
 ) -> AttendTile:
     """The tile of a launch. ``crowded``: much work is launched before it. ``alone``: no other launch belongs to the call."""
     if rows == NARROW.block_m:
-        return NARROW
+        return hopper_tiles(shape.head_dims)[NARROW.kernel]
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
@@ -49,7 +49,7 @@ def kernel_of(wide: AttendTile | None) -> str:
 
 def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
     """The tile of a launch, which its load is given too; and SM time ``before`` the next launch, from that before it."""
-    busy = 0.0 if load.exclusive else load.busy(hw.costs, hw.num_sms)
+    busy = 0.0 if load.whole else load.busy(hw.costs, hw.num_sms)
     tile = hopper_tiles(shape.head_dims).get(load.kernel)
     if tile is None:
         tile = pick_tile(hw, shape, load.rows, int(load.programs), crowded=before > CROWD * busy, alone=alone)
@@ -102,7 +102,7 @@ class Scale:
         self.shape, self.hw = shape, hw = where.shape, where.hw
         self.sizes, self.hopper = where.sizes, where.hopper
         self.tiles = {size: pick_tile(hw, shape, size) for size in self.sizes}
-        self.block = {size: block_size(shape, tile.block_n) for size, tile in self.tiles.items()}
+        self.block = {size: block_size(shape, tile) for size, tile in self.tiles.items()}
 
     @staticmethod
     def size(rows: int, sizes: tuple[int, ...]) -> int:
@@ -246,8 +246,9 @@ class Scale:
     def _timed(self, launches: list[tuple[int, _Bundle]], wide: AttendTile | None) -> float:
         hw, loads, before = self.hw, [], 0.0
         for size, bundle in launches:
-            kernel = wide.kernel if wide and size == wide.block_m else self.tiles[size].kernel
-            load = Load(size, self.tiles[size].per_sm, bundle.programs, bundle.reads, 1, self.block[size], kernel)
+            mine = self.tiles[size]
+            tile = wide if wide and size == wide.block_m else mine
+            load = Load.of(tile, self.shape, bundle.programs, bundle.reads, 1, mine.block_n)
             bundle.tile, before = settle(load, before, self.shape, hw, alone=len(launches) == 1)
             loads.append(load)
         rows, states = 0, 0

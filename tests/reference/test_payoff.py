@@ -239,8 +239,8 @@ def test_predictions_by_hand():
     waves = replace(load, programs=30)  # on 20 slots: the next launch enters when the second wave has begun
     longer = predict([waves], 0, made_up()).us - 1
     assert predict([waves, load], 0, made_up()).us == pytest.approx(1 + 10 + longer + 0.75 * alone)
-    hopper = replace(load, kernel="hopper")
-    assert predict([hopper, load], 0, made_up()).us == pytest.approx(1 + 10 + 2 * alone)  # hides nothing
+    whole = replace(load, whole=True)
+    assert predict([whole, load], 0, made_up()).us == pytest.approx(1 + 10 + 2 * alone)  # hides nothing
     apart = predict([load, load], 0, made_up(overlap=False))
     assert apart.us == pytest.approx(2 * predict([load], 0, made_up(overlap=False)).us)
     assert predict([replace(load, longest=200)], 0, made_up()).bound == "the longest item"
@@ -288,4 +288,4 @@ def test_items_that_others_hide_may_be_longer():
     first, later = hidden([little, much], made_up()), hidden([much, little], made_up())
     assert first[0] > later[1] > 1  # what starts later has less time
     assert min(hidden([little, little], made_up())) >= 1
-    assert hidden([replace(little, kernel="hopper"), much], made_up()) == [1, 1]  # nothing runs beside the Hopper kernel
+    assert hidden([replace(little, whole=True), much], made_up()) == [1, 1]  # nothing runs beside it
