@@ -141,6 +141,7 @@ H200 = Costs(
         TileCost(128, 1, 1.33, 5.49, 0.659, 1.47),
         TileCost(128, 1, 0.784, 9.65, 0.382, 1.1, "hopper"),
         TileCost(128, 1, 1.05, 5.44, 0.598, 1.32, "beside"),
+        TileCost(64, 1, 1.05, 3.4, 0.9, 1.2, "single"),
         TileCost(8, 4, 1.42, 0.347, 0.411, 0.971, "narrow"),
     ),
     source="measured on NVIDIA H200, 2026-11-30, triton 3.6.0",

@@ -59,7 +59,7 @@ CASES = (
 
 def plans(case: Case, hw: Hardware) -> Iterator[Plan]:
     """One shared and one private level of each batch, with every size of tile that the rows ask for, and by every kernel."""
-    kernels = [(), *(some for some in (("hopper", "narrow"), ("beside",)) if all(map(hw.costs.knows, some)))]
+    kernels = [(), *(some for some in (("hopper", "narrow"), ("beside", "single")) if all(map(hw.costs.knows, some)))]
     for (B, q_len), some in product(case.batches, kernels):
         levels = [Level([0, B], [1 << 14], _table(case, 1)), Level(range(B + 1), [1 << 14] * B, _table(case, B))]
         tree = PrefixTree.from_levels(levels, q_lens=q_len)

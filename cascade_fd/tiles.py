@@ -26,7 +26,7 @@ class AttendTile:
         fits: programs that can be resident; ``attend_tile`` counts them by shared memory.
         registers: most registers per thread; 0: as many as the compiler likes (NVIDIA only).
         kernel: "attend", the portable one; on Hopper GPUs also "hopper", which takes whole SMs, "beside", the same kernel in
-            half of one, and "narrow", for few rows.
+            three quarters of one's registers, "single", the same with one warp group, and "narrow", for few rows.
         lone: only for a call that is one launch.
         whole: a program takes a whole SM: nothing of another launch fits beside it.
     """
@@ -67,18 +67,24 @@ class MergeTile:
 # half-size products that read them from shared memory, too, keep it busy (c4: 166 us instead of 151).
 HOPPER = AttendTile(128, 128, 4, 3, 1, registers=232, kernel="hopper", whole=True)
 BESIDE = AttendTile(128, 64, 4, 2, 1, registers=176, kernel="beside")
+# One group of warps and one that fetches: more of few rows' keys under way than the portable tile of as many rows has.
+SINGLE = AttendTile(64, 64, 4, 3, 1, registers=168, kernel="single")
 # One warp that fetches for itself, two tiles ahead.
 NARROW = AttendTile(8, 32, 1, 2, 4, fits=4, registers=128, kernel="narrow")
 # Heads half as wide leave room for steps twice as long. And only from 48 KiB of shared memory on does Triton ask for SMs that
 # have much of it: with less, programs of the next launch found none (h1: 187 us, not 121). Heads twice as wide fill an SM.
-BESIDE_64, NARROW_64 = replace(BESIDE, block_n=128), replace(NARROW, block_n=64)
+BESIDE_64, SINGLE_64, NARROW_64 = replace(BESIDE, block_n=128), replace(SINGLE, block_n=128), replace(NARROW, block_n=64)
 HOPPER_256 = replace(HOPPER, block_n=64, num_stages=2)
-FETCH_REGISTERS = {"hopper": 40, "beside": 32}  # of the warp that fetches, and of those that fill up its group
-ON_HOPPER = tuple(tile.kernel for tile in (HOPPER, BESIDE, NARROW))
+FETCH_REGISTERS = {"hopper": 40, "beside": 32, "single": 56}  # of the warp that fetches, and of those that fill up its group
+ON_HOPPER = tuple(tile.kernel for tile in (HOPPER, BESIDE, SINGLE, NARROW))
 FREE = 65536 * 3 // 4  # registers of an SM of which a program may take so many and leave room for one of another launch
 _HOPPER_TILES = {
     dim: {tile.kernel: tile for tile in tiles}
-    for dim, tiles in {64: (HOPPER, BESIDE_64, NARROW_64), 128: (HOPPER, BESIDE, NARROW), 256: (HOPPER_256,)}.items()
+    for dim, tiles in {
+        64: (HOPPER, BESIDE_64, SINGLE_64, NARROW_64),
+        128: (HOPPER, BESIDE, SINGLE, NARROW),
+        256: (HOPPER_256,),
+    }.items()
 }
 HOPPER_DIMS = tuple(_HOPPER_TILES)
 HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, all launches keep to the portable kernel

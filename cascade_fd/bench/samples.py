@@ -20,7 +20,7 @@ from cascade_fd.hardware import H200, Hardware, hardware_of
 from cascade_fd.planning.cost import Load
 from cascade_fd.planning.facts import facts_of, loads_of, state_bytes
 from cascade_fd.planning.worklist import Plan
-from cascade_fd.tiles import NARROW, ON_HOPPER, tile_rows
+from cascade_fd.tiles import NARROW, ON_HOPPER, SINGLE, tile_rows
 
 POOL_BYTES = 8 << 30
 MOST_FLAT = 9e6  # tokens that a call may read: more takes long, and nobody would share nothing there
@@ -115,15 +115,18 @@ def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterat
         yield "never", (), "attend"
         if few:
             yield "never", (), "narrow"
-    for wide in ("attend", "hopper", "beside") if hopper and batch.packed > 64 else ("attend",):
-        yield "always", (), wide
+    large = ("hopper", "beside") if batch.packed > SINGLE.block_m else ("single",) if batch.packed > SINGLE.block_m // 4 else ()
+    for kernel in ("attend", *(large if hopper else ())):
+        yield "always", (), kernel
         if few:
-            yield "always", (), f"{wide} narrow"
+            yield "always", (), f"{kernel} narrow"
     smaller = [size for size in sizes if size < batch.packed][: len(sizes) - 1] if batch.prefix else []
     if smaller:
         yield "auto", (smaller[0],), "attend"
     if len(smaller) > 1:
         yield "auto", (smaller[0], smaller[-1]), "attend"
+    if hopper and SINGLE.block_m in smaller:
+        yield "auto", (smaller[0], SINGLE.block_m), "single"
 
 
 def sample_of(label: str, plan: Plan, us: float) -> Sample:

@@ -61,7 +61,8 @@ def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
     strides = (q.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
     layout = (shape, tile, launch.page_size, chain, *strides)
     units = launch.items.shape[0] * shape.num_kv_heads
-    grid, scalars = (units, scales) if tile.kernel == "narrow" else (min(units, plan.hardware.num_sms), (*scales, units))
+    slots = plan.hardware.num_sms * tile.per_sm
+    grid, scalars = (units, scales) if tile.kernel == "narrow" else (min(units, slots), (*scales, units))
     try:
         descriptors = _descriptors(store, _box_tokens(launch.page_size, tile.block_n))
         run(_kernel(tile.kernel), grid, tensors, layout, scalars, _hopper_arguments, descriptors)
@@ -114,16 +115,17 @@ def _narrow_settings(tile):
 
 
 def _wide_settings(tile):
-    """``maxnreg``: a third of what a warp of each of the three groups takes, in steps of 8.
+    """``maxnreg``: what a warp of each group takes on average, in steps of 8: that of the fetching warp is filled up to four.
 
     Triton 3.9 keeps a second copy of queries in registers, and spills 224 bytes; read from shared memory it spills nothing.
     """
-    fetch = FETCH_REGISTERS[tile.kernel]
+    groups, fetch = tile.block_m // 64, FETCH_REGISTERS[tile.kernel]
     return {
+        "GROUPS": groups,
         "Q_IN_REGISTERS": tile.kernel == "beside" and TRITON < (3, 9),
         "CONSUMER_REGS": tile.registers,
         "PRODUCER_REGS": fetch,
-        "maxnreg": -(-(2 * tile.registers + fetch) // 24) * 8,
+        "maxnreg": -(-(groups * tile.registers + fetch) // (8 * (groups + 1))) * 8,
     }
 
 

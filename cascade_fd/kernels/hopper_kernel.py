@@ -53,6 +53,7 @@ def hopper_kernel(
     D: gl.constexpr,
     DV: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
@@ -75,7 +76,7 @@ def hopper_kernel(
     if Q_IN_REGISTERS:
         q_tiles = k_ring
     else:
-        q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, D], tile)
+        q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], tile)
     BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX)
     BANDS: gl.constexpr = STAGES * (BLOCK_N // BAND)
     k_boxes = pieces(k_ring, [BOXES * (D // PANEL), 1, BOX, 1, PANEL], box)
@@ -88,9 +89,9 @@ def hopper_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
     barriers = (k_full, k_empty, v_full, v_empty)
     ALIGN: gl.constexpr = BOX if PAGE_SIZE else 1
     pointers = (q_ptr, items_ptr, lens_ptr, rows_ptr, part_o_ptr, part_lse_ptr, out_ptr, lse_ptr)
@@ -99,15 +100,26 @@ def hopper_kernel(
     sources = (k_desc, v_desc, ids_ptr, items_ptr, lens_ptr, stride_ids)
     work = (num_units, pointers, strides, scales)
     memory = (q_tiles, (k_ring, v_ring, v_bands), barriers)
-    gl.warp_specialize(
-        [
-            (consume, (0, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),
-            (consume, (1, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),
-            (produce, (num_units, sources, (k_boxes, v_boxes), barriers, HKV, D, DV, PAGE_SIZE, BLOCK_N, BOX, STAGES)),
-        ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
-    )
+    fetched = (k_boxes, v_boxes)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (0, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),
+                (produce, (num_units, sources, fetched, barriers, HKV, D, DV, PAGE_SIZE, BLOCK_N, BOX, STAGES)),
+            ],
+            [1],
+            [PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),
+                (consume, (1, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),
+                (produce, (num_units, sources, fetched, barriers, HKV, D, DV, PAGE_SIZE, BLOCK_N, BOX, STAGES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
     if CHAIN == 2:  # Whoever waits for this launch then waits for the one before it too.
         if gl.program_id(0) == gl.num_programs(0) - 1:
             gdc_wait()

@@ -22,7 +22,7 @@ BESIDE_OVERLAP, NARROW_OVERLAP, BOUND_OVERLAP, MEMORY = 0.58, 0.72, 0.35, 1.12
 MOST_BESIDE = 16  # rows of tiles that leave enough registers to run beside it
 # Of head dims up to 64 the bytes of a block are half as many, but scores, and their exponentials, as many: it takes so much
 # longer than its bytes say. Of small tiles; of large ones, by kernel. At 256 the kernel for Hopper takes shorter steps.
-PACE_64, PACE_64_LARGE, PACE_256 = 1.2, {"attend": 1.5, "hopper": 1.75, "beside": 1.55}, {"hopper": 1.15}
+PACE_64, PACE_64_LARGE, PACE_256 = 1.2, {"attend": 1.5, "hopper": 1.75, "beside": 1.55, "single": 1.55}, {"hopper": 1.15}
 LARGE = 64  # rows
 TAIL = 0.2  # of the time that slots would idle in a last wave that is not full, if waves did not overlap
 
@@ -169,6 +169,6 @@ def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     for load in loads:
         share = HIDDEN if load is beside[0] else HIDDEN_LATER
         step = load.chain(hw.costs) * (1 + CROWDED * (1 - load.busy(hw.costs, hw.num_sms) / total))
-        alone = load.whole or load.kernel == "beside"
+        alone = load.whole or load.kernel in ("beside", "single")
         least.append(1 if alone or not step else max(1, int(share * total / step)))
     return least

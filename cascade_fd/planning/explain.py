@@ -172,6 +172,7 @@ KERNELS = {
     "attend": "",
     "hopper": ", Hopper kernel",
     "beside": ", Hopper kernel in half an SM",
+    "single": ", Hopper kernel of one warp group",
     "narrow": ", narrow Hopper kernel",
 }
 

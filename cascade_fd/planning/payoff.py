@@ -54,7 +54,7 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     return Choice(
         keep,
         verdict.sizes,
-        wide=verdict.wide,
+        kernels=verdict.kernels,
         once=verdict.once[kind_of],
         each=verdict.each[kind_of],
         stuck=stuck,

@@ -12,10 +12,10 @@ from cascade_fd.planning.cost import Load, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
-from cascade_fd.planning.weigh import kernel_of, pick_tile, settle, wide_tiles
+from cascade_fd.planning.weigh import kernels_of, options, pick_tile, settle, swapped
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
-from cascade_fd.tiles import HOPPER, NARROW, AttendTile, tile_rows
+from cascade_fd.tiles import NARROW, SINGLE, AttendTile, tile_rows
 from cascade_fd.tree import PrefixTree
 
 SKEWED = 4  # times their mean that the longest of nodes is, from which one warp takes too long for it (d5: 657 us against 625)
@@ -117,14 +117,16 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
     """Sort the nodes into launches and give every node a split size."""
     hw, split = frame.hardware, frame.asked.split
     kinds = [_group(tree, work.tokens, work.num_rows, sizes) for sizes in _size_options(work, frame, choice)]
-    can_be_wide = bool(kinds[0]) and kinds[0][0][0] == HOPPER.block_m and has_hopper(tree, frame)
-    tiles = wide_tiles(hw, frame.shape, len(kinds[0]) == 1) if can_be_wide else [None]
-    wide = [tile for tile in tiles if choice.wide in ("", kernel_of(tile))] or [None]
-    options = [(some, tile) for some in kinds for tile in wide]
-    if len(options) == 1:
-        launched = _launches(work, *options[0], frame)
+    hopper = has_hopper(tree, frame)
+    ways = []
+    for some in kinds:
+        tiles = options(hw, frame.shape, [rows for rows, _ in some]) if hopper else [()]
+        ways += [(some, option) for option in tiles if choice.kernels in (None, kernels_of(option))]
+    ways = ways or [(kinds[0], ())]
+    if len(ways) == 1:
+        launched = _launches(work, *ways[0], frame)
     else:
-        launched = min((_launches(work, *option, frame, True) for option in options), key=lambda both: _expected(both[1], hw))
+        launched = min((_launches(work, *way, frame, True) for way in ways), key=lambda both: _expected(both[1], hw))
     groups, loads = launched
     page = _page_sizes(tree, work)
     if isinstance(split, int):
@@ -136,23 +138,27 @@ def _choose_splits(tree: PrefixTree, work: Work, frame: Frame, choice: Choice) -
 
 
 def _size_options(work: Work, frame: Frame, choice: Choice) -> list[tuple[int, ...]]:
-    """Rows of tiles to choose from: as weighed, or else with the narrow tile and without."""
+    """Rows of tiles to choose from: as weighed, or else with the narrow tile and without, and with that of one warp group."""
     sizes, narrow = choice.sizes, NARROW.block_m
     if frame.tiles or narrow not in sizes or choice.once is not None:
         return [sizes]
     few = (work.num_rows <= narrow) & (work.tokens > 0)
     lens = work.tokens[few]
     if not len(lens) or lens.max() > SKEWED * lens.mean() or len(lens) * frame.shape.num_kv_heads < 2 * frame.hardware.num_sms:
-        return [sizes[1:]]
-    return [sizes[1:], sizes]
+        found = [sizes[1:]]
+    else:
+        found = [sizes[1:], sizes]
+    if frame.hardware.costs.knows(SINGLE.kernel):
+        found += [swapped(some) for some in found]
+    return found
 
 
 def _launches(
-    work: Work, kinds: list[tuple[int, np.ndarray]], wide: AttendTile | None, frame: Frame, compared: bool = False
+    work: Work, kinds: list[tuple[int, np.ndarray]], option: tuple[AttendTile, ...], frame: Frame, compared: bool = False
 ) -> tuple[list[Group], list[Load]]:
     """Tile and nodes of every launch, and the launches as the cost model sees them (none, where nothing depends on it).
 
-    ``wide``: one of ``wide_tiles``. ``compared``: with other launches.
+    ``option``: one of ``weigh.options``. ``compared``: with other launches.
     """
     shape, hw = frame.shape, frame.hardware
     groups: list[Group] = []
@@ -160,10 +166,10 @@ def _launches(
     before = 0.0
     for rows, nodes in kinds:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
-        tile = wide if wide and rows == wide.block_m else pick_tile(hw, shape, rows)
+        tile = next((tile for tile in option if tile.block_m == rows), None) or pick_tile(hw, shape, rows)
         if frame.tiles:
             tile = frame.tiles[rows]
-        if compared or wide or len(kinds) > 1:
+        if compared or option or len(kinds) > 1:
             load = _load(tile, programs, work.tokens[nodes], shape)
             if not frame.tiles:
                 tile, before = settle(load, before, shape, hw, alone=len(kinds) == 1)

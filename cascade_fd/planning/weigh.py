@@ -12,7 +12,7 @@ from cascade_fd.hardware import Hardware
 from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.splits import Cuttable
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import HOPPER, NARROW, AttendTile, attend_tile, hopper_tiles
+from cascade_fd.tiles import HOPPER, NARROW, SINGLE, AttendTile, attend_tile, hopper_tiles
 
 CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
 # Predictions are off by up to 10 %. So between all and nothing the one is taken that is likely, all if two thirds of what is
@@ -32,19 +32,27 @@ def pick_tile(
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
-def wide_tiles(hw: Hardware, shape: Shape, alone: bool) -> list[AttendTile | None]:
-    """What a first launch of 128 rows may use that the kernels for Hopper can take: a portable tile (None), or theirs.
+def options(hw: Hardware, shape: Shape, rows: list[int]) -> list[tuple[AttendTile, ...]]:
+    """What launches of tiles with so many rows, one after the other, may use of the tiles of the kernels for Hopper.
 
-    ``alone``: no launch follows.
+    One tile at most for the first launch, of 128 rows, and one for those of 64; () where all keep to portable ones. No half SM
+    where nothing follows, if there is the whole.
     """
-    tiles = hopper_tiles(shape.head_dims).values()
-    known = [tile for tile in tiles if tile.block_m == HOPPER.block_m and hw.costs.knows(tile.kernel)]
-    return [None, *(known[:1] if alone else known)]
+    known = [tile for tile in hopper_tiles(shape.head_dims).values() if hw.costs.knows(tile.kernel)]
+    wide = [(tile,) for tile in known if tile.block_m == HOPPER.block_m and rows[:1] == [tile.block_m]]
+    single = [(tile,) for tile in known if tile.block_m == SINGLE.block_m and tile.block_m in rows]
+    some = wide if len(rows) > 1 else wide[:1]
+    return [(*first, *later) for first in ((), *some) for later in ((), *single)]
 
 
-def kernel_of(wide: AttendTile | None) -> str:
-    """The kernel of one of ``wide_tiles``."""
-    return wide.kernel if wide else "attend"
+def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The same, but with the tile of one warp group for the portable one of half as many rows."""
+    return tuple(sorted({SINGLE.block_m if size == SINGLE.block_m // 2 else size for size in sizes}))
+
+
+def kernels_of(option: tuple[AttendTile, ...]) -> tuple[str, ...]:
+    """The kernels of one of ``options``."""
+    return tuple(tile.kernel for tile in option)
 
 
 def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
@@ -83,7 +91,7 @@ class Verdict:
 
     folded: np.ndarray
     sizes: tuple[int, ...]
-    wide: str
+    kernels: tuple[str, ...]
     once: np.ndarray
     each: np.ndarray
     compared: tuple[tuple[str, float], ...]
@@ -130,8 +138,8 @@ class Scale:
         if name != "node by node" and likely in best and best[likely][0] < SURE * best[name][0]:
             name = likely
         compared = tuple((key, us) for key, (us, *_) in best.items())
-        _, wide, tiles = best[name]
-        return Verdict(np.array(folds[name]), tiles, wide, np.array(once), np.array(each), compared)
+        _, kernels, tiles = best[name]
+        return Verdict(np.array(folds[name]), tiles, kernels, np.array(once), np.array(each), compared)
 
     def _shared_part(self) -> float:
         """Of all tokens that requests read if nothing is shared, those that they have in common with others."""
@@ -186,6 +194,8 @@ class Scale:
             for some in ((first, size), (first, size, natural[-1])):
                 if some[-1] * MOST_TILES >= natural[-1]:
                     sets[tuple(sorted({self.size(n, some) for n in rows}))] = None
+        if self.hopper and self.hw.costs.knows(SINGLE.kernel):
+            sets |= {swapped(some): None for some in tuple(sets)}
         if len(portable) < len(self.sizes):
             sets |= {tuple(sorted({self.size(n, (NARROW.block_m, *some)) for n in rows})): None for some in tuple(sets)}
         return list(sets)
@@ -195,8 +205,8 @@ class Scale:
         narrow = tuple(sorted({NARROW.block_m if size == sets[0][0] else size for size in sets[0]}))
         return [sets[0], *([narrow] if narrow in sets else [])]
 
-    def predict(self, folded: list[bool], sizes: tuple[int, ...]) -> tuple[float, str]:
-        """Microseconds with some kinds of node folded and tiles of some sizes, and the kernel of the first launch."""
+    def predict(self, folded: list[bool], sizes: tuple[int, ...]) -> tuple[float, tuple[str, ...]]:
+        """Microseconds with some kinds of node folded and tiles of some sizes, and the kernels of ``options`` for that."""
         heads = self.shape.num_kv_heads
         bundles = {size: _Bundle(self.tiles[size]) for size in reversed(sizes)}
         extra, moved = self._move(folded)
@@ -238,16 +248,15 @@ class Scale:
             total += readers * passed[i] * self.counts[i]
         return extra, total
 
-    def _total(self, launches: list[tuple[int, _Bundle]]) -> tuple[float, str]:
-        wide = self.hopper and bool(launches) and launches[0][0] == HOPPER.block_m
-        tiles = wide_tiles(self.hw, self.shape, len(launches) == 1) if wide else [None]
-        return min((self._timed(launches, tile), kernel_of(tile)) for tile in tiles)
+    def _total(self, launches: list[tuple[int, _Bundle]]) -> tuple[float, tuple[str, ...]]:
+        some = options(self.hw, self.shape, [size for size, _ in launches]) if self.hopper else [()]
+        return min((self._timed(launches, option), kernels_of(option)) for option in some)
 
-    def _timed(self, launches: list[tuple[int, _Bundle]], wide: AttendTile | None) -> float:
+    def _timed(self, launches: list[tuple[int, _Bundle]], option: tuple[AttendTile, ...]) -> float:
         hw, loads, before = self.hw, [], 0.0
         for size, bundle in launches:
             mine = self.tiles[size]
-            tile = wide if wide and size == wide.block_m else mine
+            tile = next((tile for tile in option if tile.block_m == size), mine)
             load = Load.of(tile, self.shape, bundle.programs, bundle.reads, 1, mine.block_n)
             bundle.tile, before = settle(load, before, self.shape, hw, alone=len(launches) == 1)
             loads.append(load)

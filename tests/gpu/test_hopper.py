@@ -37,10 +37,16 @@ def with_kernels(monkeypatch, *kernels):
     monkeypatch.setattr(hardware, "_of_cuda", lambda index: hw)
 
 
-@pytest.fixture(autouse=True, params=["hopper", "beside narrow"])
+@pytest.fixture(autouse=True, params=["hopper", "beside narrow", "single narrow"])
 def kernels(request, monkeypatch):
-    """The wide kernel alone on its SMs, or beside the narrow one; which kernels always pay."""
+    """Which kernels always pay: the wide one alone on its SMs, beside the narrow one, or with one warp group."""
     with_kernels(monkeypatch, *request.param.split())
+    return request.param
+
+
+def fitting(kernels, wide, single):
+    """What makes launches of 128 rows, or, for one warp group, of 64."""
+    return single if "single" in kernels else wide
 
 
 @pytest.fixture
@@ -157,10 +163,10 @@ def test_slices_of_an_interleaved_pool(target, ran):
 
 @pytest.mark.parametrize("split", ["balanced", "stream_k", 3])
 @pytest.mark.parametrize("page", [8, 16])
-def test_nodes_that_start_inside_a_page(target, ran, page, split):
+def test_nodes_that_start_inside_a_page(target, ran, kernels, page, split):
     """Whole contexts in each request's pages; a second shared node starts at token 21. Pages of 8 are not for TMA."""
     m = model(target, 4)
-    B = 40
+    B = fitting(kernels, 40, 16)
     root, branch, *leaves = inputs.contexts(m, [21, 300, *[3, 0, 40, 9] * (B // 4)])
     contexts = [tuple(torch.cat([root[i], branch[i], leaf[i]]) for i in (0, 1)) for leaf in leaves]
     levels = [Level([0, B], [21]), Level([0, B], [300]), Level(range(B + 1), [3, 0, 40, 9] * (B // 4))]
@@ -176,32 +182,32 @@ def test_nodes_that_start_inside_a_page(target, ran, page, split):
 
 
 @pytest.mark.parametrize("lens", [(100, 357, 64), (64, 65, 130)])
-def test_causal_rows_in_a_wide_tile(target, ran, lens):
-    """64 query rows per request, so several tiles of packed rows and several tiles of keys that only some rows see."""
-    m = model(target, 4)
+def test_causal_rows_in_a_wide_tile(target, ran, kernels, lens):
+    """Query rows for several tiles of packed rows, or one, and several tiles of keys that only some rows see."""
+    m, rows = model(target, 4), fitting(kernels, 64, 16)
     contexts = inputs.contexts(m, lens)
     store, table = inputs.paged(contexts, 16)
-    q = target.queries(m, 64 * len(lens))
+    q = target.queries(m, rows * len(lens))
     tree = PrefixTree.from_levels(
-        [Level(range(len(lens) + 1), lens)], q_lens=64, table=PageTable.from_block_table(target.put(table), 16)
+        [Level(range(len(lens) + 1), lens)], q_lens=rows, table=PageTable.from_block_table(target.put(table), 16)
     )
     for split in (1, 2, "balanced"):
         state = cf.attend(q, target.put(store), make_plan(target, tree, m, split=split))
-        target.check(state, q, contexts, q_lens=64)
+        target.check(state, q, contexts, q_lens=rows)
     assert ran() == [True] * 3
 
 
-def test_graph_replay_while_lengths_grow(target, ran):
-    """Private nodes of 40 rows by 4 heads: captured at short lengths, replayed at others, with a finished request between."""
-    m = model(target, 4)
+def test_graph_replay_while_lengths_grow(target, ran, kernels):
+    """Private nodes of many rows by 4 heads: captured at short lengths, replayed at others, with a finished request between."""
+    m, rows = model(target, 4), fitting(kernels, 40, 13)
     full = inputs.contexts(m, [500, 500, 500])
     store, table = inputs.paged(full, 16)
     store = target.put(store)
     tree = PrefixTree.from_levels(
-        [Level(range(4), [40, 53, 100])], q_lens=40, table=PageTable.from_block_table(target.put(table), 16)
+        [Level(range(4), [40, 53, 100])], q_lens=rows, table=PageTable.from_block_table(target.put(table), 16)
     )
     plan = make_plan(target, tree, m, split=3, max_new_tokens=400)
-    q = target.queries(m, 120)
+    q = target.queries(m, 3 * rows)
     cf.attend(q, store, plan)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -212,16 +218,16 @@ def test_graph_replay_while_lengths_grow(target, ran):
         plan.set_lengths(target.put(torch.tensor(lens)))
         state.o.fill_(torch.nan)
         graph.replay()
-        target.check(state, q, [(k[:t], v[:t]) for (k, v), t in zip(full, lens, strict=True)], q_lens=40)
+        target.check(state, q, [(k[:t], v[:t]) for (k, v), t in zip(full, lens, strict=True)], q_lens=rows)
 
 
-def test_negative_scales_and_the_switch_use_the_portable_kernel(target, ran, monkeypatch):
-    m = model(target, 4)
+def test_negative_scales_and_the_switch_use_the_portable_kernel(target, ran, kernels, monkeypatch):
+    m, B = model(target, 4), fitting(kernels, 40, 16)
     prefix = inputs.contexts(m, [300])[0]
-    q = target.queries(m, 40)
-    plan = make_plan(target, PrefixTree.from_levels([Level([0, 40], [300])]), m)
+    q = target.queries(m, B)
+    plan = make_plan(target, PrefixTree.from_levels([Level([0, B], [300])]), m)
     store = cf.DenseKV(*target.put(prefix))
-    target.check(cf.attend(q, store, plan, sm_scale=-0.1), q, [prefix] * 40, sm_scale=-0.1)
+    target.check(cf.attend(q, store, plan, sm_scale=-0.1), q, [prefix] * B, sm_scale=-0.1)
     assert ran() == []
     on = cf.attend(q, store, plan)
     assert ran() == [True]
@@ -229,12 +235,13 @@ def test_negative_scales_and_the_switch_use_the_portable_kernel(target, ran, mon
     off = cf.attend(q, store, plan)
     assert ran() == []
     for state in (on, off):
-        target.check(state, q, [prefix] * 40)
+        target.check(state, q, [prefix] * B)
 
 
 @pytest.mark.parametrize(("B", "P", "S", "q_len"), [(1024, 2048, 128, 1), (64, 4096, 48, 1), (64, 2048, 96, 4)])
-def test_sixty_launches_are_bitwise_the_same(ran, B, P, S, q_len):
+def test_sixty_launches_are_bitwise_the_same(ran, kernels, B, P, S, q_len):
     """A stage that is refilled too early shows as a rare difference long before it shows as an error."""
+    B, P = fitting(kernels, (B, P), (16 // q_len, 4 * P))
     m = inputs.Model(num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
     page = 16
     g = torch.Generator("cuda").manual_seed(0)
@@ -255,9 +262,10 @@ def test_sixty_launches_are_bitwise_the_same(ran, B, P, S, q_len):
 
 
 @pytest.mark.parametrize("items", ["none live", "one", "one per program", "fifty per program"])
-def test_no_launch_hangs(target, ran, items):
+def test_no_launch_hangs(target, ran, kernels, items):
     """Programs of the wide kernel take items in turn: none with keys, one, as many as programs, fifty times as many."""
-    m = target.model(num_q_heads=32, num_kv_heads=1, head_dim=64, v_head_dim=64)
+    heads = fitting(kernels, 32, 16)
+    m = target.model(num_q_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64)
     slots = torch.cuda.get_device_properties(0).multi_processor_count
     nodes = {"none live": 3, "one": 1, "one per program": slots, "fifty per program": 50 * slots}[items]
     length = 0 if items == "none live" else 40
@@ -279,20 +287,20 @@ def test_no_launch_hangs(target, ran, items):
     target.check(state[few], q[few], [tuple(x[:length] for x in context)] * (few.stop // 4 - few.start // 4), q_lens=4)
 
 
-def test_capacity_plans_follow_a_batch(target, ran):
+def test_capacity_plans_follow_a_batch(target, ran, kernels):
     """A plan with room, replayed for another tree: items beyond its own compute nothing, on every kernel."""
-    m = model(target, 4)
-    lens = [300, *[30, 0, 61, 17] * 10]
+    m, B = model(target, 4), fitting(kernels, 40, 16)
+    lens = [300, *[30, 0, 61, 17] * (B // 4)]
     prefix, *suffixes = inputs.contexts(m, lens)
     store, table = inputs.paged([prefix, *suffixes], 16)
     store, table = target.put(store), target.put(table)
 
     def tree_of(tokens):
-        prefixes = Level([0, 40], [tokens], PageTable.from_block_table(table[:1], 16))
-        return PrefixTree.from_levels([prefixes, Level(range(41), lens[1:], PageTable.from_block_table(table[1:], 16))])
+        prefixes = Level([0, B], [tokens], PageTable.from_block_table(table[:1], 16))
+        return PrefixTree.from_levels([prefixes, Level(range(B + 1), lens[1:], PageTable.from_block_table(table[1:], 16))])
 
     plan = make_plan(target, tree_of(300), m, share="always").with_room(3)
-    q = target.queries(m, 40)
+    q = target.queries(m, B)
     target.check(cf.attend(q, store, plan), q, inputs.join(prefix, suffixes))
     plan.update_(tree_of(47))
     target.check(cf.attend(q, store, plan), q, inputs.join(tuple(x[:47] for x in prefix), suffixes))

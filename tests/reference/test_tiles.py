@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cascade_fd.hardware import PRESETS
-from cascade_fd.planning.weigh import pick_tile, wide_tiles
+from cascade_fd.planning.weigh import options, pick_tile
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import BESIDE, FETCH_REGISTERS, HOPPER, HOPPER_256, NARROW, attend_tile, hopper_tiles, merge_tile
+from cascade_fd.tiles import BESIDE, FETCH_REGISTERS, HOPPER, HOPPER_256, NARROW, SINGLE, attend_tile, hopper_tiles, merge_tile
 
 H200 = PRESETS["sm_90"]
 LLAMA = Shape(32, 8, 128, 128, torch.bfloat16)
@@ -43,11 +43,14 @@ def test_what_fits_beside_the_wide_kernel():
         assert (2 * tile.registers + FETCH_REGISTERS[tile.kernel]) % 24 == 0  # or a part of the file stays unused
 
 
-def test_wide_tiles_of_a_device():
-    assert wide_tiles(H200, LLAMA, False) == [None, HOPPER, BESIDE]
-    assert wide_tiles(H200, LLAMA, True) == [None, HOPPER]  # alone, it takes whole SMs
-    assert wide_tiles(H200, GEMMA, False) == wide_tiles(H200, GEMMA, True) == [None, HOPPER_256]
-    assert wide_tiles(PRESETS["sm_80"], LLAMA, False) == [None]
+def test_what_launches_may_use():
+    assert options(H200, LLAMA, [128, 16]) == [(), (HOPPER,), (BESIDE,)]
+    assert options(H200, LLAMA, [128]) == [(), (HOPPER,)]  # alone, it takes whole SMs
+    assert options(H200, LLAMA, [64, 16]) == options(H200, LLAMA, [64]) == [(), (SINGLE,)]
+    assert options(H200, LLAMA, [128, 64]) == [(), (SINGLE,), (HOPPER,), (HOPPER, SINGLE), (BESIDE,), (BESIDE, SINGLE)]
+    assert options(H200, LLAMA, [32, 16]) == options(H200, LLAMA, []) == [()]
+    assert options(H200, GEMMA, [128, 64]) == [(), (HOPPER_256,)]
+    assert options(PRESETS["sm_80"], LLAMA, [128, 64]) == [()]
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (64, 256)])
