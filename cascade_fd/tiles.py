@@ -70,7 +70,8 @@ BESIDE = AttendTile(128, 64, 4, 2, 1, registers=176, kernel="beside")
 # One group of warps and one that fetches: more of few rows' keys under way than the portable tile of as many rows has.
 SINGLE = AttendTile(64, 64, 4, 3, 1, registers=168, kernel="single")
 # One warp that fetches for itself, two tiles ahead.
-NARROW = AttendTile(8, 32, 1, 2, 4, fits=4, registers=128, kernel="narrow")
+NARROW = AttendTile(8, 32, 1, 2, 4, fits=6, registers=128, kernel="narrow")
+ROOM = {"attend": 4, "beside": 4, "single": 3}  # narrow programs that fit beside one of another launch
 # Heads half as wide leave room for steps twice as long. And only from 48 KiB of shared memory on does Triton ask for SMs that
 # have much of it: with less, programs of the next launch found none (h1: 187 us, not 121). Heads twice as wide fill an SM.
 BESIDE_64, SINGLE_64, NARROW_64 = replace(BESIDE, block_n=128), replace(SINGLE, block_n=128), replace(NARROW, block_n=64)

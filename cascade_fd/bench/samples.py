@@ -115,7 +115,7 @@ def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterat
         yield "never", (), "attend"
         if few:
             yield "never", (), "narrow"
-    large = ("hopper", "beside") if batch.packed > SINGLE.block_m else ("single",) if batch.packed > SINGLE.block_m // 4 else ()
+    large = ("hopper", "beside") if batch.packed > SINGLE.block_m else ("single",) if batch.packed > SINGLE.block_m // 2 else ()
     for kernel in ("attend", *(large if hopper else ())):
         yield "always", (), kernel
         if few:
@@ -125,7 +125,7 @@ def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterat
         yield "auto", (smaller[0],), "attend"
     if len(smaller) > 1:
         yield "auto", (smaller[0], smaller[-1]), "attend"
-    if hopper and SINGLE.block_m in smaller:
+    if hopper and smaller and not SINGLE.block_m // 2 < batch.packed <= SINGLE.block_m:
         yield "auto", (smaller[0], SINGLE.block_m), "single"
 
 

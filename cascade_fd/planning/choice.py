@@ -23,7 +23,7 @@ class Choice:
     Attributes:
         folded: ``[nodes]`` whether a node is read by each of its children instead of once for all of them.
         sizes: rows of the tiles that nodes may use, rising.
-        kernels: the kernels for Hopper that launches use, see ``weigh.options``; None where nothing was weighed.
+        kernels: the kernels for Hopper that launches use, see ``tiling.options``; None where nothing was weighed.
         once, each: ``[shared nodes]`` predicted microseconds of the whole device to compute a node once, and with each of its
             children; None where nothing was weighed.
         rule: why nothing was weighed ("" if it was).

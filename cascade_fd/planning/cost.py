@@ -1,7 +1,7 @@
 """The cost model: predicted time of a call from a few numbers per launch. Constants are ``costs.Costs``.
 
 A full device takes a block's share of an SM for every block; no launch is done before its longest item is. Launches that
-overlap add up their blocks, launches in sequence their times. A launch of the "hopper" tile takes whole SMs: it comes first.
+overlap add up their blocks, launches in sequence their times. A launch whose tile takes whole SMs comes first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ OVERLAP = 0.5  # of the times of launches that overlap, but for the longest, wha
 # The same beside the "beside" tile: of portable tiles, and of the narrow one, which keeps tensor cores busier: so less, where
 # the wide launch takes longest. And nothing is read faster than in MEMORY of a full device's time.
 BESIDE_OVERLAP, NARROW_OVERLAP, BOUND_OVERLAP, MEMORY = 0.58, 0.72, 0.35, 1.12
+IDLE = 0.5  # of the time in which a launch that takes whole SMs leaves some free, what others make use of there
 MOST_BESIDE = 16  # rows of tiles that leave enough registers to run beside it
 # Of head dims up to 64 the bytes of a block are half as many, but scores, and their exponentials, as many: it takes so much
 # longer than its bytes say. Of small tiles; of large ones, by kernel. At 256 the kernel for Hopper takes shorter steps.
@@ -129,20 +130,33 @@ def predict(loads: Sequence[Load], state_bytes: float, hw: Hardware, costs: Cost
 def _hidden_us(loads: Sequence[Load], times: Sequence[float], num_sms: int, costs: Costs) -> float:
     """What launches hide of each other. The next one enters when the last wave of the first has begun."""
     side = [i for i, load in enumerate(loads) if not load.whole]
-    if len(side) < 2:
+    mine = [times[i] for i in side]
+    most = _hidden_beside([loads[i] for i in side], mine, num_sms)
+    if len(side) == len(loads):
+        return min(most, max(0.0, sum(mine) - MEMORY * _reading(loads, num_sms, costs)))
+    idle = sum(times[i] * max(0.0, 1 - load.programs / num_sms) for i, load in enumerate(loads) if load.whole)
+    return most + min(IDLE * idle, sum(mine))
+
+
+def _hidden_beside(loads: Sequence[Load], times: Sequence[float], num_sms: int) -> float:
+    """Of launches whose programs fit on an SM together, were there no end to what memory reads."""
+    if len(loads) < 2:
         return 0.0
-    first, mine = loads[side[0]], [times[i] for i in side]
-    most = sum(mine) - max(mine)
-    if first.kernel != "beside":
-        return OVERLAP * most / max(1, math.ceil(first.programs / (num_sms * first.per_sm)))
-    if any(load.rows > MOST_BESIDE for load in loads[side[0] + 1 :]):
-        return 0.0
-    share = BESIDE_OVERLAP
-    if any(load.kernel == "narrow" for load in loads):
-        share = BOUND_OVERLAP if mine[0] == max(mine) else NARROW_OVERLAP
+    first = loads[0]
+    share = OVERLAP / max(1, math.ceil(first.programs / (num_sms * first.per_sm)))
+    if first.kernel == "beside":
+        if any(load.rows > MOST_BESIDE for load in loads[1:]):
+            return 0.0
+        share = BESIDE_OVERLAP
+        if any(load.kernel == "narrow" for load in loads):
+            share = BOUND_OVERLAP if times[0] == max(times) else NARROW_OVERLAP
+    return share * (sum(times) - max(times))
+
+
+def _reading(loads: Sequence[Load], num_sms: int, costs: Costs) -> float:
+    """Microseconds in which a full device reads all keys once from memory."""
     rate = min(costs.tile(load.rows, load.per_sm, load.kernel).cold for load in loads)
-    reading = sum(load.size * sum(blocks for blocks, _ in load.reads) for load in loads) * rate / num_sms
-    return min(share * most, max(0.0, sum(mine) - MEMORY * reading))
+    return sum(load.size * sum(blocks for blocks, _ in load.reads) for load in loads) * rate / num_sms
 
 
 def _longer(a: float, b: float) -> float:

@@ -12,7 +12,7 @@ from cascade_fd.planning.cost import Load, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
-from cascade_fd.planning.weigh import kernels_of, options, pick_tile, settle, swapped
+from cascade_fd.planning.tiling import Tiling, kernels_of, options, pick_tile, swapped
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
 from cascade_fd.tiles import NARROW, SINGLE, AttendTile, tile_rows
@@ -158,12 +158,12 @@ def _launches(
 ) -> tuple[list[Group], list[Load]]:
     """Tile and nodes of every launch, and the launches as the cost model sees them (none, where nothing depends on it).
 
-    ``option``: one of ``weigh.options``. ``compared``: with other launches.
+    ``option``: one of ``tiling.options``. ``compared``: with other launches.
     """
     shape, hw = frame.shape, frame.hardware
     groups: list[Group] = []
     loads: list[Load] = []
-    before = 0.0
+    tiling = Tiling(shape, hw, alone=len(kinds) == 1)
     for rows, nodes in kinds:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
         tile = next((tile for tile in option if tile.block_m == rows), None) or pick_tile(hw, shape, rows)
@@ -172,7 +172,7 @@ def _launches(
         if compared or option or len(kinds) > 1:
             load = _load(tile, programs, work.tokens[nodes], shape)
             if not frame.tiles:
-                tile, before = settle(load, before, shape, hw, alone=len(kinds) == 1)
+                tile = tiling.next(load)
             loads.append(load)
         elif not frame.tiles:
             tile = pick_tile(hw, shape, rows, int(programs.sum()), alone=True)

@@ -11,8 +11,9 @@ import numpy as np
 from cascade_fd.hardware import Hardware
 from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.splits import Cuttable
+from cascade_fd.planning.tiling import Tiling, kernels_of, options, pick_tile, swapped
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import HOPPER, NARROW, SINGLE, AttendTile, attend_tile, hopper_tiles
+from cascade_fd.tiles import NARROW, SINGLE, AttendTile
 
 CLEAR = 2.0  # a node that takes so many times longer with its children, and as long again as the whole call, is not weighed
 # Predictions are off by up to 10 %. So between all and nothing the one is taken that is likely, all if two thirds of what is
@@ -20,50 +21,6 @@ CLEAR = 2.0  # a node that takes so many times longer with its children, and as 
 # instead of 1.09 (benchmarks/NOTES.md).
 SURE, MOSTLY = 1.08, 2 / 3
 MOST_TILES = 8  # small tiles that may stand for a large one
-CROWD = 0.25  # from this share of a launch's work on, what runs before it takes enough of the SMs to call for small programs
-
-
-def pick_tile(
-    hw: Hardware, shape: Shape, rows: int, programs: int = 1, *, crowded: bool = False, alone: bool = False
-) -> AttendTile:
-    """The tile of a launch. ``crowded``: much work is launched before it. ``alone``: no other launch belongs to the call."""
-    if rows == NARROW.block_m:
-        return hopper_tiles(shape.head_dims)[NARROW.kernel]
-    return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
-
-
-def options(hw: Hardware, shape: Shape, rows: list[int]) -> list[tuple[AttendTile, ...]]:
-    """What launches of tiles with so many rows, one after the other, may use of the tiles of the kernels for Hopper.
-
-    One tile at most for the first launch, of 128 rows, and one for those of 64; () where all keep to portable ones. No half SM
-    where nothing follows, if there is the whole.
-    """
-    known = [tile for tile in hopper_tiles(shape.head_dims).values() if hw.costs.knows(tile.kernel)]
-    wide = [(tile,) for tile in known if tile.block_m == HOPPER.block_m and rows[:1] == [tile.block_m]]
-    single = [(tile,) for tile in known if tile.block_m == SINGLE.block_m and tile.block_m in rows]
-    some = wide if len(rows) > 1 else wide[:1]
-    return [(*first, *later) for first in ((), *some) for later in ((), *single)]
-
-
-def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The same, but with the tile of one warp group for the portable one of half as many rows."""
-    return tuple(sorted({SINGLE.block_m if size == SINGLE.block_m // 2 else size for size in sizes}))
-
-
-def kernels_of(option: tuple[AttendTile, ...]) -> tuple[str, ...]:
-    """The kernels of one of ``options``."""
-    return tuple(tile.kernel for tile in option)
-
-
-def settle(load: Load, before: float, shape: Shape, hw: Hardware, *, alone: bool = False) -> tuple[AttendTile, float]:
-    """The tile of a launch, which its load is given too; and SM time ``before`` the next launch, from that before it."""
-    busy = 0.0 if load.whole else load.busy(hw.costs, hw.num_sms)
-    tile = hopper_tiles(shape.head_dims).get(load.kernel)
-    if tile is None:
-        tile = pick_tile(hw, shape, load.rows, int(load.programs), crowded=before > CROWD * busy, alone=alone)
-    load.per_sm = tile.per_sm
-    return tile, before + busy
-
 
 Kind = tuple[int, int, int, int, bool]
 
@@ -253,12 +210,13 @@ class Scale:
         return min((self._timed(launches, option), kernels_of(option)) for option in some)
 
     def _timed(self, launches: list[tuple[int, _Bundle]], option: tuple[AttendTile, ...]) -> float:
-        hw, loads, before = self.hw, [], 0.0
+        hw, tiling = self.hw, Tiling(self.shape, self.hw, alone=len(launches) == 1)
+        loads: list[Load] = []
         for size, bundle in launches:
             mine = self.tiles[size]
             tile = next((tile for tile in option if tile.block_m == size), mine)
             load = Load.of(tile, self.shape, bundle.programs, bundle.reads, 1, mine.block_n)
-            bundle.tile, before = settle(load, before, self.shape, hw, alone=len(launches) == 1)
+            bundle.tile = tiling.next(load)
             loads.append(load)
         rows, states = 0, 0
         for load, (_, bundle), least in zip(loads, launches, hidden(loads, hw), strict=True):

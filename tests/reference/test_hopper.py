@@ -167,6 +167,7 @@ def test_plans_say_which_kernel_takes_a_launch():
     assert "Hopper kernel" not in plan_of(requests=4).explain()
     text = plan_of(kernels="beside narrow").explain()
     assert "128 rows x 64 keys, Hopper kernel in half an SM" in text
+    assert "64 rows x 64 keys, Hopper kernel of one warp group" in plan_of(requests=16, kernels="single").explain()
     assert "Hopper kernel" not in plan_of(page=8).explain()
 
 
@@ -178,10 +179,14 @@ def test_plans_say_which_kernel_takes_a_launch():
         ("d6", ["narrow"]),
         ("d7", ["attend"]),
         ("v1", ["attend"]),
+        ("c1", ["single", "narrow"]),
         ("c3", ["beside", "attend"]),
         ("c4", ["beside", "narrow"]),
         ("c5", ["hopper", "narrow"]),
         ("c6", ["beside", "narrow"]),
+        ("c7", ["single", "narrow"]),
+        ("t1", ["attend", "narrow"]),
+        ("t2", ["hopper", "single", "narrow"]),
         ("s1", ["beside", "attend"]),
     ],
 )

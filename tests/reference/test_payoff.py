@@ -239,10 +239,16 @@ def test_predictions_by_hand():
     waves = replace(load, programs=30)  # on 20 slots: the next launch enters when the second wave has begun
     longer = predict([waves], 0, made_up()).us - 1
     assert predict([waves, load], 0, made_up()).us == pytest.approx(1 + 10 + longer + 0.75 * alone)
+    bound = made_up(tiles=(TileCost(16, 2, 1.0, 0.0, 1.9, 2.0),))
+    apart = 2 * (predict([load], 0, bound).us - 1)
+    assert predict([load, load], 0, bound).us == pytest.approx(1 + 10 + max(0.75 * apart, MEMORY * 2 * 40 * 2.0 / 10))
     whole = replace(load, whole=True)
     assert predict([whole, load], 0, made_up()).us == pytest.approx(1 + 10 + 2 * alone)  # hides nothing
-    apart = predict([load, load], 0, made_up(overlap=False))
-    assert apart.us == pytest.approx(2 * predict([load], 0, made_up(overlap=False)).us)
+    few = replace(whole, programs=4, reads=[(100, 1)])  # of 10 SMs: others use half of what the rest could do
+    by_itself = predict([few], 0, made_up()).us - 1
+    assert predict([few, load], 0, made_up()).us == pytest.approx(1 + 10 + alone + by_itself * (1 - 0.5 * 0.6))
+    sequence = predict([load, load], 0, made_up(overlap=False))
+    assert sequence.us == pytest.approx(2 * predict([load], 0, made_up(overlap=False)).us)
     assert predict([replace(load, longest=200)], 0, made_up()).bound == "the longest item"
     assert predict([load], 0, made_up(launch=90.0)).bound == "launches"
     assert predict([], 0, made_up()).us == 3.0

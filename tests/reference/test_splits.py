@@ -1,5 +1,7 @@
 """How ranges are cut: the wave-efficiency rule against the table it is known by, the others against their promises."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from cascade_fd import Hardware, Level, PageTable, PrefixTree, plan
 from cascade_fd.hardware import A100, CPU, H200, PRESETS
 from cascade_fd.planning.splits import FIXED_TOKENS, balanced_part, stream_k_part, wave_splits
-from cascade_fd.tiles import AttendTile, attend_tile
+from cascade_fd.tiles import NARROW, AttendTile, attend_tile
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,18 @@ def test_more_items_than_slots_where_an_sm_has_less_to_do():
     part = balanced_part(blocks, programs, tile_of(2, 3), 132)
     assert part < 79
     assert part * -(-programs_of(blocks, programs, part) // 132) < 158
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fits", "want"),
+    [(768, 6, 64), (800, 6, 22), (1024, 6, 22), (1280, 6, 64), (2048, 6, 64), (1600, 6, 22), (512, 3, 22), (512, 4, 64)],
+)
+def test_narrow_programs_do_not_leave_a_wave_nearly_empty(nodes, fits, want):
+    """Nodes of 64 blocks on 132 SMs that hold ``fits`` programs: whole where waves are full, else in halves or thirds."""
+    tile = replace(NARROW, fits=fits)
+    assert balanced_part(np.full(nodes, 64), np.ones(nodes, int), tile, 132) == want
+    share = -(-64 * nodes // (132 * min(4, fits)))
+    assert balanced_part(np.full(nodes, 64), np.ones(nodes, int), replace(tile, kernel="attend"), 132) == max(64, share)
 
 
 def test_balanced_items_need_not_be_shorter_than_what_hides_them():

@@ -1,10 +1,13 @@
 """Which tile a launch or a merge gets, and what costs say of kernels that a device lacks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cascade_fd.hardware import PRESETS
-from cascade_fd.planning.weigh import options, pick_tile
+from cascade_fd.planning.cost import Load
+from cascade_fd.planning.tiling import Tiling, options, pick_tile
 from cascade_fd.planning.worklist import Shape
 from cascade_fd.tiles import BESIDE, FETCH_REGISTERS, HOPPER, HOPPER_256, NARROW, SINGLE, attend_tile, hopper_tiles, merge_tile
 
@@ -41,6 +44,20 @@ def test_what_fits_beside_the_wide_kernel():
     assert FILE - 2 * HOPPER.registers - FETCH_REGISTERS["hopper"] < 32  # nothing beside the other size
     for tile in (HOPPER, BESIDE, HOPPER_256):
         assert (2 * tile.registers + FETCH_REGISTERS[tile.kernel]) % 24 == 0  # or a part of the file stays unused
+
+
+@pytest.mark.parametrize(
+    ("before", "want"),
+    [((), 6), ((HOPPER,), 6), ((BESIDE,), 4), ((SINGLE,), 3), ((HOPPER, SINGLE), 3), ((HOPPER_256,), 6)],
+)
+def test_narrow_programs_find_what_room_earlier_launches_leave(before, want):
+    tiling = Tiling(LLAMA, H200)
+    for tile in before:
+        tiling.next(Load.of(tile, LLAMA, 128, [(1000, 1)], 10))
+    load = Load.of(NARROW, LLAMA, 512, [(1000, 1)], 10)
+    tile = tiling.next(load)
+    assert tile == replace(NARROW, fits=want) and load.per_sm == NARROW.per_sm
+    assert [t.kernel for t in tiling.tiles] == [*(t.kernel for t in before), "narrow"]
 
 
 def test_what_launches_may_use():

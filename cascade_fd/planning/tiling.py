@@ -1,0 +1,77 @@
+"""Which tiles the launches of a call may use, and which each of them gets: that depends on those before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from cascade_fd.hardware import Hardware
+from cascade_fd.planning.cost import Load
+from cascade_fd.planning.worklist import Shape
+from cascade_fd.tiles import HOPPER, NARROW, ROOM, SINGLE, AttendTile, attend_tile, hopper_tiles
+
+CROWD = 0.25  # from this share of a launch's work on, what runs before it takes enough of the SMs to call for small programs
+
+
+def pick_tile(
+    hw: Hardware, shape: Shape, rows: int, programs: int = 1, *, crowded: bool = False, alone: bool = False
+) -> AttendTile:
+    """The tile of a launch. ``crowded``: much work is launched before it. ``alone``: no other launch belongs to the call."""
+    if rows == NARROW.block_m:
+        return hopper_tiles(shape.head_dims)[NARROW.kernel]
+    return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
+
+
+def options(hw: Hardware, shape: Shape, rows: list[int]) -> list[tuple[AttendTile, ...]]:
+    """What launches of tiles with so many rows, one after the other, may use of the tiles of the kernels for Hopper.
+
+    One tile at most for the first launch, of 128 rows, and one for those of 64; () where all keep to portable ones. No half SM
+    where nothing follows, if there is the whole.
+    """
+    known = [tile for tile in hopper_tiles(shape.head_dims).values() if hw.costs.knows(tile.kernel)]
+    wide = [(tile,) for tile in known if tile.block_m == HOPPER.block_m and rows[:1] == [tile.block_m]]
+    single = [(tile,) for tile in known if tile.block_m == SINGLE.block_m and tile.block_m in rows]
+    some = wide if len(rows) > 1 else wide[:1]
+    return [(*first, *later) for first in ((), *some) for later in ((), *single)]
+
+
+def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The same, but with the tile of one warp group for the portable one of half as many rows."""
+    return tuple(sorted({SINGLE.block_m if size == SINGLE.block_m // 2 else size for size in sizes}))
+
+
+def kernels_of(option: tuple[AttendTile, ...]) -> tuple[str, ...]:
+    """The kernels of one of ``options``."""
+    return tuple(tile.kernel for tile in option)
+
+
+@dataclass
+class Tiling:
+    """The tiles of a call's launches, one after the other.
+
+    Attributes:
+        shape, hw: what is planned for.
+        alone: whether the call is one launch.
+        tiles: those of the launches so far.
+        before: SM time of these launches.
+    """
+
+    shape: Shape
+    hw: Hardware
+    alone: bool = False
+    tiles: list[AttendTile] = field(default_factory=list)
+    before: float = 0.0
+
+    def next(self, load: Load) -> AttendTile:
+        """The tile of the next launch; its load, planned for any tile of its size, is given the number that an SM holds."""
+        busy = 0.0 if load.whole else load.busy(self.hw.costs, self.hw.num_sms)
+        tile = hopper_tiles(self.shape.head_dims).get(load.kernel)
+        if tile is None:
+            crowded = self.before > CROWD * busy
+            tile = pick_tile(self.hw, self.shape, load.rows, int(load.programs), crowded=crowded, alone=self.alone)
+        if tile.kernel == NARROW.kernel:
+            room = [ROOM[other.kernel] for other in self.tiles if other.kernel in ROOM and not other.whole]
+            tile = replace(tile, fits=min([tile.fits, *room]))
+        load.per_sm = tile.per_sm
+        self.tiles.append(tile)
+        self.before += busy
+        return tile
