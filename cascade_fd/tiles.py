@@ -79,7 +79,7 @@ HOPPER_256 = replace(HOPPER, block_n=64, num_stages=2)
 FETCH_REGISTERS = {"hopper": 40, "beside": 32, "single": 56}  # of the warp that fetches, and of those that fill up its group
 ON_HOPPER = tuple(tile.kernel for tile in (HOPPER, BESIDE, SINGLE, NARROW))
 FREE = 65536 * 3 // 4  # registers of an SM of which a program may take so many and leave room for one of another launch
-_HOPPER_TILES = {
+_HOPPER_TILES = {  # by the larger head dim, rising
     dim: {tile.kernel: tile for tile in tiles}
     for dim, tiles in {
         64: (HOPPER, BESIDE_64, SINGLE_64, NARROW_64),
@@ -93,7 +93,7 @@ HOPPER_SWITCH = "CASCADE_FD_HOPPER"  # set to 0 in the environment, all launches
 
 def hopper_tiles(head_dims: tuple[int, int]) -> dict[str, AttendTile]:
     """The tiles of the kernels for Hopper that there are for some head dims, by kernel."""
-    return _HOPPER_TILES[min(dim for dim in HOPPER_DIMS if dim >= max(head_dims))]
+    return next((tiles for dim, tiles in _HOPPER_TILES.items() if dim >= max(head_dims)), {})
 
 
 def hopper_lacks(arch: str, dtype: torch.dtype, head_dims: tuple[int, int], page_size: int) -> tuple[str, ...]:
@@ -183,9 +183,11 @@ def _tiles(arch: str, smem: int, dtype: torch.dtype, head_dims: tuple[int, int])
         # 3.6.0 then gives the kernel too little shared memory (D 40, Dv 24 on an H200: wrong results, and out-of-range shared
         # addresses under compute-sanitizer): such dims keep to plain MMA.
         tiles = tuple(t for t in tiles if t.block_m <= 32) or tiles[:1]
-    if max(map(padded, head_dims)) > 128:
-        # Accumulators twice as wide: spread them over twice the threads, or, of 128 rows, let them have all registers.
-        tiles = tuple(_widened(t) for t in tiles)
+    width = max(map(padded, head_dims))
+    if width > 128:
+        # Accumulators twice as wide: spread them over twice the threads, or, of 128 rows, let them have all registers. Beyond
+        # 256 columns that is not enough.
+        tiles = tuple(_widened(t) for t in tiles if t.block_m <= 64 or width <= 256)
     fitted = [_fitted(tile, arch, smem, dtype.itemsize, head_dims) for tile in tiles]
     sizes = sorted({t.block_m for t in fitted})
     return {size: tuple(t for t in fitted if t.block_m == size) for size in sizes}
@@ -211,7 +213,9 @@ def merge_tile(max_states: int, head_dim: int, rows: int, heads: int = 1) -> Mer
     ``rows``: rows x heads. Measured on an H200: c1 1.8 us against 7 us for eight rows looping; d7 (8 rows, 256 states) 21.3
     against 84 us in all.
     """
-    block_s, block_d = min(32, max(2, 1 << (max_states - 1).bit_length())), padded(head_dim)
+    block_d = padded(head_dim)
+    most = min(32, 4096 // block_d)  # a warp holds no more: at D = 256 it would spill
+    block_s = min(most, max(2, 1 << (max_states - 1).bit_length()))
     if rows <= 1024 and max_states > 32:
         return MergeTile(min(256, 1 << (max_states - 1).bit_length()), 16, 4)
     block_h = 1

@@ -148,7 +148,8 @@ def _size_options(work: Work, frame: Frame, choice: Choice) -> list[tuple[int, .
         found = [sizes[1:]]
     else:
         found = [sizes[1:], sizes]
-    if frame.hardware.costs.knows(SINGLE.kernel):
+    between = (work.num_rows > SINGLE.block_m // 4) & (work.num_rows <= SINGLE.block_m // 2) & (work.tokens > 0)
+    if between.any() and frame.hardware.costs.knows(SINGLE.kernel):
         found += [swapped(some) for some in found]
     return found
 

@@ -9,7 +9,18 @@ from cascade_fd.hardware import PRESETS
 from cascade_fd.planning.cost import Load
 from cascade_fd.planning.tiling import Tiling, options, pick_tile
 from cascade_fd.planning.worklist import Shape
-from cascade_fd.tiles import BESIDE, FETCH_REGISTERS, HOPPER, HOPPER_256, NARROW, SINGLE, attend_tile, hopper_tiles, merge_tile
+from cascade_fd.tiles import (
+    BESIDE,
+    FETCH_REGISTERS,
+    HOPPER,
+    HOPPER_256,
+    NARROW,
+    SINGLE,
+    attend_tile,
+    hopper_tiles,
+    merge_tile,
+    tile_rows,
+)
 
 H200 = PRESETS["sm_90"]
 LLAMA = Shape(32, 8, 128, 128, torch.bfloat16)
@@ -68,6 +79,18 @@ def test_what_launches_may_use():
     assert options(H200, LLAMA, [32, 16]) == options(H200, LLAMA, []) == [()]
     assert options(H200, GEMMA, [128, 64]) == [(), (HOPPER_256,)]
     assert options(PRESETS["sm_80"], LLAMA, [128, 64]) == [()]
+
+
+def test_heads_of_any_width_have_tiles():
+    for dims in ((8, 8), (80, 96), (192, 128), (576, 512)):
+        shape = Shape(16, 8, *dims, torch.bfloat16)
+        tiling = Tiling(shape, H200)
+        for rows in (128, 16):
+            tile = pick_tile(H200, shape, rows)
+            assert tiling.next(Load.of(tile, shape, 1, [(1, 1)], 1)).kernel == "attend"
+    assert hopper_tiles((576, 512)) == {}
+    assert max(tile_rows(H200, torch.bfloat16, (256, 256))) == 128
+    assert max(tile_rows(H200, torch.bfloat16, (576, 512))) == 64
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (64, 256)])
