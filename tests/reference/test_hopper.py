@@ -15,7 +15,7 @@ from cascade_fd import Level, PageTable, PrefixTree
 from cascade_fd.bench.cases import CASES
 from cascade_fd.bench.workload import tree_of
 from cascade_fd.hardware import PRESETS
-from cascade_fd.tiles import HOPPER_SWITCH, hopper_lacks
+from cascade_fd.tiles import HOPPER_SWITCH, hopper_lacks, hopper_tiles
 
 pytest.importorskip("triton")
 
@@ -138,6 +138,17 @@ def launched(monkeypatch, hopper_launch):
     for _ in range(3):
         backend.partial_states(q, [store], made, 1.0, out)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("release", "dims", "halved"),
+    [((3, 6), (64, 64), ()), ((3, 9), (128, 128), ()), ((3, 9), (64, 64), ("beside", "single", "narrow"))],
+)
+def test_steps_are_shorter_where_a_compiler_would_spill(monkeypatch, release, dims, halved):
+    monkeypatch.setattr(hopper, "TRITON", release)
+    for name, tile in hopper_tiles(dims).items():
+        want = tile.block_n // 2 if name in halved else tile.block_n
+        assert hopper._without_spills(tile, dims) == replace(tile, block_n=want)
 
 
 def test_it_runs_instead_of_the_portable_kernel(monkeypatch):
