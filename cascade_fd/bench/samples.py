@@ -115,8 +115,10 @@ def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterat
         yield "never", (), "attend"
         if few:
             yield "never", (), "narrow"
-    large = ("hopper", "beside") if batch.packed > SINGLE.block_m else ("single",) if batch.packed > SINGLE.block_m // 2 else ()
-    for kernel in ("attend", *(large if hopper else ())):
+    large: tuple[str, ...] = ()
+    if hopper and batch.packed > SINGLE.block_m // 2:
+        large = ("single",) if batch.packed <= SINGLE.block_m else ("hopper", "beside")
+    for kernel in ("attend", *large):
         yield "always", (), kernel
         if few:
             yield "always", (), f"{kernel} narrow"
@@ -125,7 +127,7 @@ def variants(batch: Batch, sizes: Sequence[int], hopper: bool = False) -> Iterat
         yield "auto", (smaller[0],), "attend"
     if len(smaller) > 1:
         yield "auto", (smaller[0], smaller[-1]), "attend"
-    if hopper and smaller and not SINGLE.block_m // 2 < batch.packed <= SINGLE.block_m:
+    if hopper and smaller and "single" not in large:
         yield "auto", (smaller[0], SINGLE.block_m), "single"
 
 

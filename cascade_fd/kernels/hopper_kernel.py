@@ -1,7 +1,7 @@
-"""The attend kernel for Hopper, in Gluon: one warp fetches keys and values by TMA, two warp groups of 64 rows multiply.
+"""The attend kernel for Hopper, in Gluon: one warp fetches keys and values by TMA, one or two warp groups of 64 rows multiply.
 
 What it computes is what ``attend_kernel`` computes (see ``planning.worklist.Launch``). Tiles of keys and of values go through
-rings of stages in shared memory. A stage has a barrier "full", which TMA completes, and a barrier "empty", at which both warp
+rings of stages in shared memory. A stage has a barrier "full", which TMA completes, and a barrier "empty", at which the warp
 groups arrive. Tiles that need no masks come first; their scores are computed together with the output of the tile before.
 """
 

@@ -31,7 +31,7 @@ def clear_piece(piece, offset, first, last):
 def clear_outside(bands, stage, first, last, DV: gl.constexpr, BLOCK_N: gl.constexpr):
     """Zero the values of a tile outside ``[first, last)``: memory there may hold anything, and a weight of 0 times NaN is NaN.
 
-    Both warp groups do so. What they write is the same, and the same as what was there inside the range.
+    Each warp group does so. What they write is the same, and the same as what was there inside the range.
     """
     PANELS: gl.constexpr = DV // PANEL
     NUM_BANDS: gl.constexpr = BLOCK_N // BAND

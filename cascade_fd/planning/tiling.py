@@ -62,7 +62,7 @@ class Tiling:
     before: float = 0.0
 
     def next(self, load: Load) -> AttendTile:
-        """The tile of the next launch; its load, planned for any tile of its size, is given the number that an SM holds."""
+        """The tile of the next launch; its load, made for any tile of its size, is told how many of this one an SM holds."""
         busy = 0.0 if load.whole else load.busy(self.hw.costs, self.hw.num_sms)
         tile = hopper_tiles(self.shape.head_dims).get(load.kernel)
         if tile is None:
@@ -71,7 +71,7 @@ class Tiling:
         if tile.kernel == NARROW.kernel:
             room = [ROOM[other.kernel] for other in self.tiles if other.kernel in ROOM and not other.whole]
             tile = replace(tile, fits=min([tile.fits, *room]))
-        load.per_sm = tile.per_sm
+        load.per_sm, load.whole = tile.per_sm, tile.whole
         self.tiles.append(tile)
         self.before += busy
         return tile
