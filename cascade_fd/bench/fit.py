@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,6 +90,15 @@ def log_errors(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> np.ndar
     """``[samples]`` log of the predicted over the measured time."""
     said = [predict(sample.loads, sample.state_bytes, hw, costs).us for sample in samples]
     return np.log(said) - np.log([sample.us for sample in samples])
+
+
+def regrets(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> np.ndarray:
+    """``[batches]`` time of the plan that should be a batch's fastest over that of the one that was. Labels end with batches."""
+    plans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for sample in samples:
+        said = predict(sample.loads, sample.state_bytes, hw, costs).us
+        plans[sample.label.rpartition(": ")[2]].append((said, sample.us))
+    return np.array([min(times)[1] / min(us for _, us in times) for times in plans.values()])
 
 
 def _names(costs: Costs) -> list[Name]:

@@ -13,7 +13,7 @@ import torch
 
 from cascade_fd import cli, costs
 from cascade_fd.bench.batches import Batch, Pool, plan_of, times_us, tree_of
-from cascade_fd.bench.fit import COMMON, NUDGE, Sample, _get, _Problem, fit, log_errors
+from cascade_fd.bench.fit import COMMON, NUDGE, Sample, _get, _Problem, fit, log_errors, regrets
 from cascade_fd.bench.samples import FLAT, GRID, SEVERAL, Measured, plans_of, sample_of
 from cascade_fd.costs import Costs
 from cascade_fd.hardware import A100, H200
@@ -93,6 +93,17 @@ def test_fitted_constants_have_three_digits_and_one_price_per_block_and_rows(des
         }
     with pytest.raises(ValueError, match="samples: expected at least one"):
         fit([], H200)
+
+
+def test_what_the_plans_that_are_taken_cost():
+    """Two plans of one batch, of which the slower should be faster; the only plan of another."""
+    slow, fast = (
+        Sample(f"always {name}: some", (Load(16, 2, 8, ((n, 1),), n),), 0.0, us)
+        for name, n, us in (("a", 1, 9.0), ("b", 9, 6.0))
+    )
+    other = Sample("never: others", slow.loads, 0.0, 3.0)
+    assert regrets([slow, fast, other], H200, H200.costs).tolist() == [1.5, 1.0]
+    assert regrets([fast, other], H200, H200.costs).tolist() == [1.0, 1.0]
 
 
 def test_designed_plans_use_every_tile_and_stay_few(designed):
