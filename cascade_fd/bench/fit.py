@@ -93,7 +93,7 @@ def log_errors(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> np.ndar
 
 
 def regrets(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> np.ndarray:
-    """``[batches]`` time of the plan that should be a batch's fastest over that of the one that was. Labels end with batches."""
+    """``[batches]`` time of the plan that should be a batch's fastest over that of the one that was. Labels end with it."""
     plans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for sample in samples:
         said = predict(sample.loads, sample.state_bytes, hw, costs).us
