@@ -23,7 +23,7 @@ from cascade_fd.tiles import FETCH_REGISTERS, AttendTile, hopper_lacks
 _TESTED = (3, 6), (3, 9)  # releases of Triton
 _MOST_BYTES = 1 << 40  # a stride that TMA can take is shorter
 
-_failed: list[str] = []  # why it is not tried again
+_failed: dict[str, str] = {}  # by kernel, as tiles name it, why it is not tried again
 _judged: weakref.WeakKeyDictionary[KVStore, list[str]] = weakref.WeakKeyDictionary()
 _described: weakref.WeakKeyDictionary[KVStore, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
@@ -34,7 +34,9 @@ def hopper_can(plan: Plan, launch: Launch, store: KVStore, qk_scale: float = 1.0
     reasons = [*hopper_lacks(plan.hardware.arch, shape.dtype, shape.head_dims, launch.page_size)]
     if not qk_scale > 0:
         reasons.append("sm_scale is positive")
-    return [*reasons, *_failed, *available(plan.device), *_store_lacks(store)]
+    if launch.tile.kernel in _failed:
+        reasons.append(_failed[launch.tile.kernel])
+    return [*reasons, *available(plan.device), *_store_lacks(store)]
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def available(device: torch.device) -> tuple[str, ...]:
 def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
     """Launch once, with arguments as ``launch_attend`` has them, if ``hopper_can``. Returns whether that was done.
 
-    It is not where it does not compile: one warning, and no further attempt.
+    It is not where it does not compile: one warning, and no further attempt with that kernel.
     """
     shape, tile = plan.shape, _without_spills(launch.tile, plan.shape.head_dims)
     tensors = (q, *operands(plan, launch, partials, out))
@@ -70,7 +72,7 @@ def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
     except Exception as error:
         if is_recording():
             raise
-        _give_up(error)
+        _give_up(tile.kernel, error)
         return False
     return True
 
@@ -82,10 +84,10 @@ def _without_spills(tile: AttendTile, head_dims: tuple[int, int]) -> AttendTile:
     return tile
 
 
-def _give_up(error: Exception) -> None:
+def _give_up(kernel: str, error: Exception) -> None:
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    _failed.append(f"it has not failed before ({first})")
-    warnings.warn(f"cascade_fd: the Hopper kernel failed, the portable one runs instead: {first}", stacklevel=2)
+    _failed[kernel] = f"it has not failed before ({first})"
+    warnings.warn(f"cascade_fd: the Hopper kernel {kernel!r} failed, the portable one runs instead: {first}", stacklevel=2)
 
 
 def _kernel(name: str) -> Any:

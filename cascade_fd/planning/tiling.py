@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from cascade_fd.hardware import Hardware
-from cascade_fd.planning.cost import Load
+from cascade_fd.planning.cost import MOST_BESIDE, Load
 from cascade_fd.planning.worklist import Shape
 from cascade_fd.tiles import HOPPER, NARROW, ROOM, SINGLE, AttendTile, attend_tile, hopper_tiles
 
@@ -24,13 +24,13 @@ def pick_tile(
 def options(hw: Hardware, shape: Shape, rows: list[int]) -> list[tuple[AttendTile, ...]]:
     """What launches of tiles with so many rows, one after the other, may use of the tiles of the kernels for Hopper.
 
-    One tile at most for the first launch, of 128 rows, and one for those of 64; () where all keep to portable ones. No half SM
-    where nothing follows, if there is the whole.
+    One tile at most for the first launch, of 128 rows, and one for those of 64; () where all keep to portable ones. No half SM,
+    if there is the whole, where nothing follows that fits beside it.
     """
     known = [tile for tile in hopper_tiles(shape.head_dims).values() if hw.costs.knows(tile.kernel)]
     wide = [(tile,) for tile in known if tile.block_m == HOPPER.block_m and rows[:1] == [tile.block_m]]
     single = [(tile,) for tile in known if tile.block_m == SINGLE.block_m and tile.block_m in rows]
-    some = wide if len(rows) > 1 else wide[:1]
+    some = wide if rows[1:] and max(rows[1:]) <= MOST_BESIDE else wide[:1]
     return [(*first, *later) for first in ((), *some) for later in ((), *single)]
 
 

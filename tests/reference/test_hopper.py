@@ -46,7 +46,7 @@ def reasons(made, store, scale=1.0):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(hopper, "_failed", [])
+    monkeypatch.setattr(hopper, "_failed", {})
     monkeypatch.delenv(HOPPER_SWITCH, raising=False)
 
 
@@ -162,9 +162,11 @@ def test_the_portable_kernel_runs_after_a_failure_with_one_warning(monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert launched(monkeypatch, fail) == ["hopper", "attend", "attend", "attend"]
-    want = "cascade_fd: the Hopper kernel failed, the portable one runs instead: PTXAS error: no registers"
+    want = "cascade_fd: the Hopper kernel 'hopper' failed, the portable one runs instead: PTXAS error: no registers"
     assert [str(w.message) for w in caught] == [want]
-    assert reasons(plan_of(), cf.PagedKV(pool(), pool())) == ["it has not failed before (PTXAS error: no registers)"]
+    store = cf.PagedKV(pool(), pool())
+    assert reasons(plan_of(), store) == ["it has not failed before (PTXAS error: no registers)"]
+    assert reasons(plan_of(requests=16, kernels="single"), store) == []  # another kernel is still tried
 
 
 def test_the_switch_keeps_to_the_portable_kernel(monkeypatch):

@@ -75,7 +75,9 @@ def test_what_launches_may_use():
     assert options(H200, LLAMA, [128, 16]) == [(), (HOPPER,), (BESIDE,)]
     assert options(H200, LLAMA, [128]) == [(), (HOPPER,)]  # alone, it takes whole SMs
     assert options(H200, LLAMA, [64, 16]) == options(H200, LLAMA, [64]) == [(), (SINGLE,)]
-    assert options(H200, LLAMA, [128, 64]) == [(), (SINGLE,), (HOPPER,), (HOPPER, SINGLE), (BESIDE,), (BESIDE, SINGLE)]
+    assert options(H200, LLAMA, [128, 64, 16]) == [(), (SINGLE,), (HOPPER,), (HOPPER, SINGLE)]  # 64 rows find no room in half
+    half = replace(H200, costs=H200.costs.only("beside"))
+    assert options(half, LLAMA, [128]) == options(half, LLAMA, [128, 32]) == [(), (BESIDE,)]  # there is no other
     assert options(H200, LLAMA, [32, 16]) == options(H200, LLAMA, []) == [()]
     assert options(H200, GEMMA, [128, 64]) == [(), (HOPPER_256,)]
     assert options(PRESETS["sm_80"], LLAMA, [128, 64]) == [()]
