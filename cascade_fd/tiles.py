@@ -73,7 +73,7 @@ SINGLE = AttendTile(64, 64, 4, 3, 1, registers=168, kernel="single")
 NARROW = AttendTile(8, 32, 1, 2, 4, fits=6, registers=128, kernel="narrow")
 ROOM = {"attend": 4, "beside": 4, "single": 3}  # narrow programs that fit beside one of another launch
 # Heads half as wide leave room for steps twice as long. And only from 48 KiB of shared memory on does Triton ask for SMs that
-# have much of it: with less, programs of the next launch found none (h1: 187 us, not 121). Heads twice as wide fill an SM.
+# prefer it to a cache: with less, nothing ran beside this kernel (h1: 187 us, not 121). Heads twice as wide fill an SM.
 BESIDE_64, SINGLE_64, NARROW_64 = replace(BESIDE, block_n=128), replace(SINGLE, block_n=128), replace(NARROW, block_n=64)
 HOPPER_256 = replace(HOPPER, block_n=64, num_stages=2)
 FETCH_REGISTERS = {"hopper": 40, "beside": 32, "single": 56}  # of the warp that fetches, and of those that fill up its group
