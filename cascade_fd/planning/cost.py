@@ -17,7 +17,8 @@ from cascade_fd.tiles import AttendTile
 
 OVERLAP = 0.5  # of the times of launches that overlap, but for the longest, what is hidden
 # The same beside the "beside" tile: of portable tiles, and of the narrow one, which keeps tensor cores busier: so less, where
-# the wide launch takes longest. And nothing is read faster than in MEMORY of a full device's time.
+# the wide launch takes longest, but for head dims up to 64, whose products are short (h1: 80 us of narrow programs beside 111
+# take 129 in all, 81 of 16-row ones 140). And nothing is read faster than in MEMORY of a full device's time.
 BESIDE_OVERLAP, NARROW_OVERLAP, BOUND_OVERLAP, MEMORY = 0.58, 0.72, 0.35, 1.12
 IDLE = 0.5  # of the time in which a launch that takes whole SMs leaves some free, what others make use of there
 MOST_BESIDE = 16  # rows of tiles that leave enough registers to run beside it
@@ -40,6 +41,7 @@ class Load:
         longest: blocks of the longest item.
         size: see ``block_size``.
         whole: see ``AttendTile``.
+        dim: the larger head dim.
     """
 
     rows: int
@@ -50,6 +52,7 @@ class Load:
     size: float = 1.0
     kernel: str = "attend"
     whole: bool = False
+    dim: int = 128
 
     @classmethod
     def of(
@@ -63,7 +66,8 @@ class Load:
     ) -> Load:
         """Of a tile; blocks have its length, or ``block_n`` keys."""
         size = block_size(shape, tile, block_n)
-        return cls(tile.block_m, tile.per_sm, programs, reads, longest, size, tile.kernel, tile.whole)
+        dim = max(shape.head_dims)
+        return cls(tile.block_m, tile.per_sm, programs, reads, longest, size, tile.kernel, tile.whole, dim)
 
     def busy(self, costs: Costs, num_sms: int) -> float:
         """Microseconds that a full device takes for all blocks."""
@@ -149,7 +153,7 @@ def _hidden_beside(loads: Sequence[Load], times: Sequence[float], num_sms: int) 
             return 0.0
         share = BESIDE_OVERLAP
         if any(load.kernel == "narrow" for load in loads):
-            share = BOUND_OVERLAP if times[0] == max(times) else NARROW_OVERLAP
+            share = BOUND_OVERLAP if times[0] == max(times) and first.dim > 64 else NARROW_OVERLAP
     return share * (sum(times) - max(times))
 
 

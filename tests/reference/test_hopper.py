@@ -12,7 +12,7 @@ import torch
 
 import cascade_fd as cf
 from cascade_fd import Level, PageTable, PrefixTree
-from cascade_fd.bench.cases import CASES
+from cascade_fd.bench.cases import CASES, SHAPE_CASES
 from cascade_fd.bench.workload import tree_of
 from cascade_fd.hardware import PRESETS
 from cascade_fd.tiles import HOPPER_SWITCH, hopper_lacks, hopper_tiles
@@ -201,11 +201,16 @@ def test_plans_say_which_kernel_takes_a_launch():
         ("t1", ["attend", "narrow"]),
         ("t2", ["hopper", "single", "narrow"]),
         ("s1", ["beside", "attend"]),
+        ("g1", ["hopper", "attend"]),
+        ("g2", ["hopper", "attend"]),
+        ("h1", ["beside", "narrow"]),
+        ("l1", ["hopper"]),
+        ("l2", ["hopper"]),
     ],
 )
 def test_what_was_fastest_is_chosen(name, want):
     """On an H200, see benchmarks/NOTES.md."""
-    case = CASES[name]
+    case = (CASES | SHAPE_CASES)[name]
     table = torch.zeros(case.requests, -(-int(case.seq_lens.max()) // case.page_size), dtype=torch.int32)
     shape = {"num_q_heads": case.num_q_heads, "num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim}
     assert kernels(cf.plan(tree_of(case, table), **shape, device="cpu", hardware=PRESETS["sm_90"])) == want

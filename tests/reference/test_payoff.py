@@ -275,6 +275,8 @@ def test_what_runs_beside_the_wide_tile_by_hand():
     for load, share in ((small, BESIDE_OVERLAP), (narrow, BOUND_OVERLAP)):
         assert alone(load) < alone(wide)
         assert predict([wide, load], 0, hw).us == pytest.approx(alone(wide) + (1 - share) * alone(load))
+    small_heads = replace(wide, dim=64)
+    assert predict([small_heads, narrow], 0, hw).us == pytest.approx(alone(wide) + (1 - NARROW_OVERLAP) * alone(narrow))
     many = replace(narrow, programs=200)
     assert predict([wide, many], 0, hw).us == pytest.approx((1 - NARROW_OVERLAP) * alone(wide) + alone(many))
     large = replace(small, rows=32)  # finds no room
