@@ -62,9 +62,9 @@ class MergeTile:
 
 
 # Two groups of four warps multiply and one warp fetches; Triton counts the first group. Alone on an SM, with all its memory at
-# D = 128, or with half of the registers and a third of the memory, so that four narrow programs, or two of 16 rows, fit beside
-# it: an SM's registers are four files of 512 per lane, of which "beside" leaves 128 each. Queries are in registers there, since
-# half-size products that read them from shared memory, too, keep it busy (c4: 166 us instead of 151).
+# D = 128, or with three quarters of the registers and a third of the memory, so that four narrow programs, or two of 16 rows,
+# fit beside it: an SM's registers are four files of 512 per lane, of which "beside" leaves 128 each. Queries are in registers
+# there, since half-size products that read them from shared memory, too, keep it busy (c4: 166 us instead of 151).
 HOPPER = AttendTile(128, 128, 4, 3, 1, registers=232, kernel="hopper", whole=True)
 BESIDE = AttendTile(128, 64, 4, 2, 1, registers=176, kernel="beside")
 # One group of warps and one that fetches: more of few rows' keys under way than the portable tile of as many rows has.

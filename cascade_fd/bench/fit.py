@@ -88,17 +88,20 @@ def _descend(problem: _Problem, x: np.ndarray) -> np.ndarray:
 
 def log_errors(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> np.ndarray:
     """``[samples]`` log of the predicted over the measured time."""
-    said = [predict(sample.loads, sample.state_bytes, hw, costs).us for sample in samples]
-    return np.log(said) - np.log([sample.us for sample in samples])
+    return np.log(_said(samples, hw, costs)) - np.log([sample.us for sample in samples])
 
 
 def regrets(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> np.ndarray:
     """``[batches]`` time of the plan that should be a batch's fastest over that of the one that was. Labels end with it."""
     plans: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for sample in samples:
-        said = predict(sample.loads, sample.state_bytes, hw, costs).us
+    for sample, said in zip(samples, _said(samples, hw, costs), strict=True):
         plans[sample.label.rpartition(": ")[2]].append((said, sample.us))
     return np.array([min(times)[1] / min(us for _, us in times) for times in plans.values()])
+
+
+def _said(samples: Sequence[Sample], hw: Hardware, costs: Costs) -> list[float]:
+    """Predicted microseconds."""
+    return [predict(sample.loads, sample.state_bytes, hw, costs).us for sample in samples]
 
 
 def _names(costs: Costs) -> list[Name]:

@@ -101,7 +101,7 @@ def hopper_kernel(
     work = (num_units, pointers, strides, scales)
     memory = (q_tiles, (k_ring, v_ring, v_bands), barriers)
     fetched = (k_boxes, v_boxes)
-    if GROUPS == 1:
+    if GROUPS == 1:  # All arguments again: in a tuple with a name, constexprs would become tensors.
         gl.warp_specialize(
             [
                 (consume, (0, work, memory, HKV, G, D, DV, ALIGN, BLOCK_N, STAGES, Q_IN_REGISTERS)),

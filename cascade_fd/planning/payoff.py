@@ -12,9 +12,10 @@ import functools
 import numpy as np
 
 from cascade_fd.planning.choice import Choice
+from cascade_fd.planning.tiling import known_tiles
 from cascade_fd.planning.weigh import Kind, Private, Scale, Verdict, Where
 from cascade_fd.planning.work import Frame, Work
-from cascade_fd.tiles import NARROW, ON_HOPPER, hopper_lacks, hopper_tiles, tile_rows
+from cascade_fd.tiles import NARROW, ON_HOPPER, hopper_lacks, tile_rows
 from cascade_fd.tree import PrefixTree
 
 SHARE = ("auto", "always", "never")
@@ -31,7 +32,7 @@ def choose(tree: PrefixTree, work: Work, frame: Frame) -> Choice:
     shape, hw, share = frame.shape, frame.hardware, frame.asked.share
     sizes = tuple(sorted(frame.tiles)) if frame.tiles else tile_rows(hw, shape.dtype, shape.head_dims)
     hopper = has_hopper(tree, frame)
-    if hopper and hw.costs.knows(NARROW.kernel) and NARROW.kernel in hopper_tiles(shape.head_dims):
+    if hopper and NARROW.kernel in known_tiles(hw, shape):
         sizes = (NARROW.block_m, *sizes)
     keep = np.zeros(len(tree.nodes), bool)
     if not tree.num_shared or share == "always":

@@ -12,7 +12,7 @@ from cascade_fd.planning.cost import Load, hidden, predict
 from cascade_fd.planning.layout import INT32_MAX, assemble
 from cascade_fd.planning.payoff import RULES, SHARE, choose, has_hopper
 from cascade_fd.planning.splits import FIXED_TOKENS, POLICIES, cut
-from cascade_fd.planning.tiling import Tiling, kernels_of, options, pick_tile, swapped
+from cascade_fd.planning.tiling import Tiling, kernels_of, options, pick_tile, swapped, tile_of
 from cascade_fd.planning.work import Frame, Group, Work, ceil
 from cascade_fd.planning.worklist import Plan, Shape
 from cascade_fd.tiles import NARROW, SINGLE, AttendTile, tile_rows
@@ -167,7 +167,7 @@ def _launches(
     tiling = Tiling(shape, hw, alone=len(kinds) == 1)
     for rows, nodes in kinds:
         programs = ceil(work.num_rows[nodes], rows) * shape.num_kv_heads
-        tile = next((tile for tile in option if tile.block_m == rows), None) or pick_tile(hw, shape, rows)
+        tile = tile_of(option, rows) or pick_tile(hw, shape, rows)
         if frame.tiles:
             tile = frame.tiles[rows]
         if compared or option or len(kinds) > 1:

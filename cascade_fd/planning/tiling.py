@@ -21,13 +21,18 @@ def pick_tile(
     return attend_tile(hw, shape.dtype, shape.head_dims, rows, programs, beside=crowded and hw.overlaps, alone=alone)
 
 
+def known_tiles(hw: Hardware, shape: Shape) -> dict[str, AttendTile]:
+    """The tiles of the kernels for Hopper that there are for some heads and that the device has costs of, by kernel."""
+    return {kernel: tile for kernel, tile in hopper_tiles(shape.head_dims).items() if hw.costs.knows(kernel)}
+
+
 def options(hw: Hardware, shape: Shape, rows: list[int]) -> list[tuple[AttendTile, ...]]:
     """What launches of tiles with so many rows, one after the other, may use of the tiles of the kernels for Hopper.
 
     One tile at most for the first launch, of 128 rows, and one for those of 64; () where all keep to portable ones. No half SM,
     if there is the whole, where nothing follows that fits beside it.
     """
-    known = [tile for tile in hopper_tiles(shape.head_dims).values() if hw.costs.knows(tile.kernel)]
+    known = known_tiles(hw, shape).values()
     wide = [(tile,) for tile in known if tile.block_m == HOPPER.block_m and rows[:1] == [tile.block_m]]
     single = [(tile,) for tile in known if tile.block_m == SINGLE.block_m and tile.block_m in rows]
     some = wide if rows[1:] and max(rows[1:]) <= MOST_BESIDE else wide[:1]
@@ -37,6 +42,11 @@ def options(hw: Hardware, shape: Shape, rows: list[int]) -> list[tuple[AttendTil
 def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The same, but with the tile of one warp group for the portable one of half as many rows."""
     return tuple(sorted({SINGLE.block_m if size == SINGLE.block_m // 2 else size for size in sizes}))
+
+
+def tile_of(option: tuple[AttendTile, ...], rows: int) -> AttendTile | None:
+    """What one of ``options`` uses for launches of so many rows; None: a portable tile."""
+    return next((tile for tile in option if tile.block_m == rows), None)
 
 
 def kernels_of(option: tuple[AttendTile, ...]) -> tuple[str, ...]:

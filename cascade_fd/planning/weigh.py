@@ -11,7 +11,7 @@ import numpy as np
 from cascade_fd.hardware import Hardware
 from cascade_fd.planning.cost import Load, block_size, hidden, predict
 from cascade_fd.planning.splits import Cuttable
-from cascade_fd.planning.tiling import Tiling, kernels_of, options, pick_tile, swapped
+from cascade_fd.planning.tiling import Tiling, kernels_of, options, pick_tile, swapped, tile_of
 from cascade_fd.planning.worklist import Shape
 from cascade_fd.tiles import NARROW, SINGLE, AttendTile
 
@@ -214,8 +214,7 @@ class Scale:
         loads: list[Load] = []
         for size, bundle in launches:
             mine = self.tiles[size]
-            tile = next((tile for tile in option if tile.block_m == size), mine)
-            load = Load.of(tile, self.shape, bundle.programs, bundle.reads, 1, mine.block_n)
+            load = Load.of(tile_of(option, size) or mine, self.shape, bundle.programs, bundle.reads, 1, mine.block_n)
             bundle.tile = tiling.next(load)
             loads.append(load)
         rows, states = 0, 0
