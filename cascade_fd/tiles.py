@@ -6,6 +6,7 @@ Measured rows come from benchmarks/NOTES.md; the rest are first guesses that com
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -139,7 +140,8 @@ _ATTEND: dict[tuple[str, int], tuple[AttendTile, ...]] = {
 }
 
 
-MERGE_ROWS, MERGE_TILES = 2048, 8  # rows x heads from which programs take several heads; states x heads of one
+# Rows x heads from which there are many; from there on, states x heads x columns that a merging program loads in a step.
+MERGE_ROWS, MERGE_ELEMENTS = 2048, 1024
 
 
 def padded(dim: int) -> int:
@@ -207,19 +209,22 @@ def _fitted(tile: AttendTile, arch: str, smem: int, itemsize: int, head_dims: tu
 
 
 def merge_tile(max_states: int, head_dim: int, rows: int, heads: int = 1) -> MergeTile:
-    """One head per one-warp program with all states in one load. With few rows and many states, columns are dealt out too;
-    with many rows and few states, programs take several heads: so few bytes each, and they would come in many waves.
+    """One-warp programs with all states in one load. With few rows and many states, columns are dealt out too; with many rows
+    and few states, programs take several heads: so few bytes each, and they would come in many waves.
 
-    ``rows``: rows x heads. Measured on an H200: c1 1.8 us against 7 us for eight rows looping; d7 (8 rows, 256 states) 21.3
-    against 84 us in all.
+    A program has as many heads as give each thread the states of one column, if their number allows: then it adds them up
+    alone and in order, however many there are. ``rows``: rows x heads. Measured on an H200: c1 1.8 us against 7 us for eight
+    rows looping; d7 (8 rows, 256 states) 21.3 against 84 us in all; h1 (16,384 rows x heads of 64) 115 against 125; g1 (heads
+    of 256, five states in steps of four, not eight) 194 against 197.
     """
     block_d = padded(head_dim)
     most = min(32, 4096 // block_d)  # a warp holds no more: at D = 256 it would spill
+    if block_d > 128 and rows >= MERGE_ROWS:
+        most = MERGE_ELEMENTS // block_d
     block_s = min(most, max(2, 1 << (max_states - 1).bit_length()))
     if rows <= 1024 and max_states > 32:
         return MergeTile(min(256, 1 << (max_states - 1).bit_length()), 16, 4)
-    block_h = 1
-    if block_d == 128:  # a warp's columns: so however many heads, a thread adds up its states alone, in the same order
-        while rows > MERGE_ROWS * block_h and block_s * block_h < MERGE_TILES and heads % (2 * block_h) == 0:
-            block_h *= 2
+    block_h = math.gcd(heads, max(1, 128 // block_d))
+    while rows >= MERGE_ROWS * block_h and block_s * block_h * block_d < MERGE_ELEMENTS and heads % (2 * block_h) == 0:
+        block_h *= 2
     return MergeTile(block_s, block_d, 1, block_h)

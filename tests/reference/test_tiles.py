@@ -36,9 +36,13 @@ FILE = 512  # registers per lane in each of an SM's four files
         (2, 128, 32768, 5, 1),
         (4, 128, 8192, 32, 2),
         (9, 128, 32768, 32, 1),  # states enough to fill a program
-        (2, 128, 2048, 32, 1),  # few rows
-        (2, 64, 32768, 32, 1),  # two lanes would add up one sum: other bits than with one head
+        (2, 128, 2048, 32, 2),
+        (2, 128, 2047, 32, 1),  # few rows
         (2, 80, 32768, 32, 4),
+        (2, 64, 32768, 32, 8),
+        (9, 64, 8, 32, 2),  # two lanes have a head each: they would add up one sum together, in another order
+        (9, 64, 8, 5, 1),
+        (2, 16, 8, 24, 8),
     ],
 )
 def test_heads_of_a_merging_program(states, dim, rows, heads, want):
