@@ -1,13 +1,15 @@
 """The state algebra inside kernels. No other file does arithmetic on exp2, log2 or -inf.
 
-A running state is ``(m, l, acc)``: largest score, sum of exp2(score - m), and the same sum weighted with the values, all in
-float32. Scores are in log2 units; merges keep m in their input's base. Empty is ``m = -inf, l = 0, acc = 0``, and stays so.
+A running state is ``(m, l, acc)``: largest score (or one near it), sum of exp2(score - m), and the same sum weighted with the
+values, all in float32. Scores are in log2 units; merges keep m in their input's base. Empty is ``m = -inf, l = 0, acc = 0``,
+and stays so.
 """
 
 import triton
 import triton.language as tl
 
 NEG_INF = tl.constexpr(float("-inf"))
+SLACK = tl.constexpr(8.0)  # log2 units by which a score may exceed m where m is raised lazily: weights stay below 2^8
 
 
 @triton.jit
@@ -17,32 +19,36 @@ def shift(m):
 
 
 @triton.jit
-def weigh(m, top, s, scale):
-    """Raise m to scores ``s [M, N]``, the largest of each row being ``top``. Returns it, the weights ``[M, N]`` of the scores,
-    and the factor for what was added up before.
-
-    ``scale``, which is positive, puts scores in log2 units; they are -inf where masked.
-    """
-    m_new = tl.maximum(m, top * scale)
-    base = shift(m_new)
-    return m_new, tl.exp2(s * scale - base[:, None]), tl.exp2(m - base)
+def raised(m, top):
+    """m, or ``top`` where that is larger by more than SLACK: what is subtracted from scores need only be near the largest."""
+    return tl.where(top > m + SLACK, top, m)
 
 
 @triton.jit
-def weigh_down(m, top, s, scale):
-    """``weigh`` for scores ``s [N, M]``, keys along the rows."""
-    m_new = tl.maximum(m, top * scale)
+def weigh(m, m_new, s, scale):
+    """Weights ``[M, N]`` of scores ``s [M, N]`` from m_new on, and the factor for what was added up from m on.
+
+    ``scale``, which is positive, puts scores in log2 units; they are -inf where masked.
+    """
     base = shift(m_new)
-    return m_new, tl.exp2(s * scale - base[None, :]), tl.exp2(m - base)
+    return tl.exp2(s * scale - base[:, None]), tl.exp2(m - base)
+
+
+@triton.jit
+def weigh_down(m, m_new, s, scale):
+    """``weigh`` for scores ``s [N, M]``, keys along the rows."""
+    base = shift(m_new)
+    return tl.exp2(s * scale - base[None, :]), tl.exp2(m - base)
 
 
 @triton.jit
 def fold_scores(m, l, acc, s, v, PRECISION: tl.constexpr):
     """Add a tile: scores ``s [M, N]`` (log2 units, -inf where masked) and values ``v [N, Dv]``."""
-    m, p, alpha = weigh(m, tl.max(s, 1), s, 1.0)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p, alpha = weigh(m, m_new, s, 1.0)
     l = l * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return m, l, acc
+    return m_new, l, acc
 
 
 @triton.jit

@@ -9,8 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cascade_fd.kernels.algebra import NEG_INF, inverse, log_sum, weigh
+from cascade_fd.kernels.algebra import NEG_INF, inverse, log_sum, raised, weigh
 from cascade_fd.kernels.hopper_fetch import PANEL, item_range, tile_range, tile_start
+from cascade_fd.kernels.hopper_rescale import rescale
 
 ROWS = gl.constexpr(64)  # of a warp group
 BAND = gl.constexpr(16)  # tokens that are cleared at a time
@@ -81,16 +82,19 @@ def row_max(s):
 
 
 @gluon.jit
+def weights_of(m, s, qk_scale):
+    """Raise m lazily to the scores of a tile; returns it, their weights, and the factor for what was added up before."""
+    m_new = raised(m, row_max(s) * qk_scale)
+    p, alpha = weigh(m, m_new, s, qk_scale)
+    return m_new, p, alpha
+
+
+@gluon.jit
 def add_up(l, alpha, p):
     """Add weights to l, which has 8 columns, two of each thread's own: they are added up at the end."""
     layout: gl.constexpr = l.type.layout
     sums = gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
     return l * gl.convert_layout(alpha, gl.SliceLayout(1, layout))[:, None] + gl.convert_layout(sums, layout)
-
-
-@gluon.jit
-def rescale(acc, alpha):
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
@@ -112,7 +116,7 @@ def whole_tiles(m, l, acc, q, rings, barriers, qk_scale, first, stop, STAGES: gl
     s = warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    m, p, alpha = weigh(m, row_max(s), s, qk_scale)
+    m, p, alpha = weights_of(m, s, qk_scale)
     l = add_up(l, alpha, p)
     weights = gl.convert_layout(p.to(v_ring.dtype), p_layout)
     for i in range(first + 1, stop):
@@ -124,7 +128,7 @@ def whole_tiles(m, l, acc, q, rings, barriers, qk_scale, first, stop, STAGES: gl
         acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(next_stage), count=1)
-        m, p, alpha = weigh(m, row_max(s), s, qk_scale)
+        m, p, alpha = weights_of(m, s, qk_scale)
         l = add_up(l, alpha, p)
         mbarrier.wait(v_full.index(stage), phase)  # is over; a branch that keeps the wait below from moving up
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -156,7 +160,7 @@ def masked_tile(m, l, acc, q, rings, barriers, qk_scale, stage, phase, n0, start
     mbarrier.arrive(k_empty.index(stage), count=1)
     pos = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     s = gl.where((pos >= start)[None, :] & (pos[None, :] < limit[:, None]), s, NEG_INF)
-    m, p, alpha = weigh(m, row_max(s), s, qk_scale)
+    m, p, alpha = weights_of(m, s, qk_scale)
     l = add_up(l, alpha, p)
     acc = rescale(acc, alpha)
     weights = gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, o_layout, 2))

@@ -182,7 +182,9 @@ def narrow_kernel(
         if i >= whole:
             pos = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
             s = gl.where((pos >= start)[:, None] & (pos[:, None] < limit[None, :]), s, NEG_INF)
-        m, p, alpha = weigh_down(m, gl.max(s, 0), s, qk_scale)
+        m_new = gl.maximum(m, gl.max(s, 0) * qk_scale)
+        p, alpha = weigh_down(m, m_new, s, qk_scale)
+        m = m_new
         l = l * alpha + gl.sum(p, 0)
         acc0 = acc0 * alpha[None, :]
         acc1 = acc1 * alpha[None, :]

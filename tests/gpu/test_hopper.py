@@ -116,6 +116,30 @@ def test_pages_and_lengths(target, ran, page, prefix_len):
     assert ran() == [True]
 
 
+GROWTH = {  # of keys, and so of scores, by token
+    "slowly": lambda token: 1 + token / 150,
+    "in jumps": lambda token: 1 + 4 * (token // 200),
+    "never": lambda token: 8 / (1 + token / 100),
+}
+
+
+@both
+@pytest.mark.parametrize("growth", list(GROWTH))
+def test_scores_that_grow(target, ran, kernels, growth):
+    """Weights are relative to a score that is raised now and then, in some rows of a warp, and outputs are scaled only then."""
+    m, B = model(target, 4), fitting(kernels, 40, 16)
+    (k, v), *suffixes = inputs.contexts(m, [900, *[20] * B])
+    prefix = (k * GROWTH[growth](torch.arange(900))[:, None, None]).to(k.dtype), v
+    store, table = inputs.paged([prefix, *suffixes], 16)
+    store, table = target.put(store), target.put(table)
+    q = target.queries(m, B)
+    tables = {"prefix_table": table[0], "prefix_len": 900, "suffix_table": table[1:], "suffix_lens": [20] * B}
+    for splits in (1, 2):
+        state = cf.cascade_decode(q, store, store, **tables, num_splits=splits, backend="triton")
+        target.check(state, q, inputs.join(prefix, suffixes))
+    assert ran() == [True, True]
+
+
 @pytest.mark.parametrize(("group", "dim"), [(1, 128), (3, 64), (8, 128), (16, 64)])
 def test_groups_and_head_dims(target, ran, group, dim):
     over_a_prefix(target, model(target, group, dim), 333, 16, split=2)
