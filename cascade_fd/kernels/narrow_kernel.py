@@ -69,6 +69,33 @@ def store_states(
         gl.store(part_lse_ptr + part, lse, mask=row_ok, eviction_policy="evict_last")
 
 
+@gluon.jit
+def narrow_memory(
+    dtype: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BOX: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The rings of stages, of keys and of values: as panels of 64 columns, as boxes, and the barriers "full"."""
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], tile)
+    k_panels = pieces(k_ring, [STAGES * (D // PANEL), BLOCK_N, PANEL], tile)
+    v_panels = pieces(v_ring, [STAGES * (DV // PANEL), BLOCK_N, PANEL], tile)
+    k_boxes = pieces(k_ring, [BOXES * (D // PANEL), 1, BOX, 1, PANEL], box)
+    v_boxes = pieces(v_ring, [BOXES * (DV // PANEL), 1, BOX, 1, PANEL], box)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    return (k_panels, v_panels), (k_boxes, v_boxes), (k_full, v_full)
+
+
 @gluon.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h"])
 def narrow_kernel(
     k_desc,
@@ -106,8 +133,6 @@ def narrow_kernel(
     if CHAIN > 0:
         gdc_launch_dependents()
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -115,21 +140,10 @@ def narrow_kernel(
     NUM_BOXES: gl.constexpr = BLOCK_N // BOX
     K_PANELS: gl.constexpr = D // PANEL
     V_PANELS: gl.constexpr = DV // PANEL
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], tile)
-    k_panels = pieces(k_ring, [STAGES * K_PANELS, BLOCK_N, PANEL], tile)
-    v_panels = pieces(v_ring, [STAGES * V_PANELS, BLOCK_N, PANEL], tile)
-    boxes = (
-        pieces(k_ring, [STAGES * NUM_BOXES * K_PANELS, 1, BOX, 1, PANEL], box),
-        pieces(v_ring, [STAGES * NUM_BOXES * V_PANELS, 1, BOX, 1, PANEL], box),
-    )
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
+    panels, boxes, full = narrow_memory(dtype, D, DV, BLOCK_N, BOX, STAGES)
+    k_panels, v_panels = panels
+    k_full, v_full = full
     descs = (k_desc, v_desc)
-    full = (k_full, v_full)
     pointers = (lens_ptr, rows_ptr, part_o_ptr, part_lse_ptr, out_ptr, lse_ptr)
     strides = (stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
 
