@@ -32,6 +32,30 @@ def load_q(q_ptr, offsets, row_ok, p: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def scores(k_panels, stage, q, mma: gl.constexpr, K_PANELS: gl.constexpr):
+    """``[BLOCK_N, ROWS]`` of the keys in a stage, with queries by panels of columns."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    KEYS: gl.constexpr = k_panels.shape[1]
+    ROWS: gl.constexpr = q[0].shape[1]
+    s = gl.zeros([KEYS, ROWS], gl.float32, mma)
+    s = mma_v2(k_panels.index(stage * K_PANELS).load(left), q[0], s)
+    if K_PANELS == 2:
+        s = mma_v2(k_panels.index(stage * K_PANELS + 1).load(left), q[1], s)
+    return s
+
+
+@gluon.jit
+def add_values(v_panels, stage, weights, acc, V_PANELS: gl.constexpr):
+    """Add the values in a stage to ``acc``, by panels of columns, the second of which does not count if there is but one."""
+    left: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    acc0, acc1 = acc
+    acc0 = mma_v2(v_panels.index(stage * V_PANELS).permute((1, 0)).load(left), weights, acc0)
+    if V_PANELS == 2:
+        acc1 = mma_v2(v_panels.index(stage * V_PANELS + 1).permute((1, 0)).load(left), weights, acc1)
+    return acc0, acc1
+
+
+@gluon.jit
 def store_states(
     item, h, packed, row, row_ok, state, pointers, strides, lse_scale, HKV: gl.constexpr, G: gl.constexpr, DV: gl.constexpr
 ):
@@ -134,7 +158,6 @@ def narrow_kernel(
         gdc_launch_dependents()
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     columns: gl.constexpr = gl.SliceLayout(0, mma)
     NUM_BOXES: gl.constexpr = BLOCK_N // BOX
@@ -188,10 +211,7 @@ def narrow_kernel(
             n1 = tile_start(i + STAGES, origin, count, ragged, BLOCK_N)
             last = gl.where(i + STAGES < count, stop, 0)
             rows, tokens = places(ids_ptr, table_row, n1, last, PAGE_SIZE, BOX, NUM_BOXES)
-        s = gl.zeros([BLOCK_N, ROWS], gl.float32, mma)
-        s = mma_v2(k_panels.index(stage * K_PANELS).load(left), q0, s)
-        if K_PANELS == 2:
-            s = mma_v2(k_panels.index(stage * K_PANELS + 1).load(left), q1, s)
+        s = scores(k_panels, stage, (q0, q1), mma, K_PANELS)
         n0 = tile_start(i, origin, count, ragged, BLOCK_N)
         if i >= whole:
             pos = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
@@ -208,9 +228,7 @@ def narrow_kernel(
             for panel in gl.static_range(V_PANELS):
                 clear_piece(v_panels.index(stage * V_PANELS + panel), 0, start - n0, stop - n0)
                 fence_async_shared()
-        acc0 = mma_v2(v_panels.index(stage * V_PANELS).permute((1, 0)).load(left), weights, acc0)
-        if V_PANELS == 2:
-            acc1 = mma_v2(v_panels.index(stage * V_PANELS + 1).permute((1, 0)).load(left), weights, acc1)
+        acc0, acc1 = add_values(v_panels, stage, weights, (acc0, acc1), V_PANELS)
 
     if CHAIN == 2:  # Whoever waits for this launch then waits for the one before it too.
         if gl.program_id(0) == gl.num_programs(0) - 1:
