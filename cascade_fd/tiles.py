@@ -213,13 +213,14 @@ def merge_tile(max_states: int, head_dim: int, rows: int, heads: int = 1) -> Mer
     and few states, programs take several heads: so few bytes each, and they would come in many waves.
 
     A program has as many heads as give each thread the states of one column, if their number allows: then it adds them up
-    alone and in order, however many there are. ``rows``: rows x heads. Measured on an H200: c1 1.8 us against 7 us for eight
-    rows looping; d7 (8 rows, 256 states) 21.3 against 84 us in all; h1 (16,384 rows x heads of 64) 115 against 125; g1 (heads
-    of 256, five states in steps of four, not eight) 194 against 197.
+    alone and in order, however many there are. Nor does the step of 32 states, that of batch-invariant plans, depend on rows.
+    ``rows``: rows x heads. Measured on an H200: c1 1.8 us against 7 us for eight rows looping; d7 (8 rows, 256 states) 21.3
+    against 84 us in all; h1 (16,384 rows x heads of 64) 115 against 125; g1 (heads of 256, five states in steps of four, not
+    eight) 194 against 197.
     """
     block_d = padded(head_dim)
     most = min(32, 4096 // block_d)  # a warp holds no more: at D = 256 it would spill
-    if block_d > 128 and rows >= MERGE_ROWS:
+    if block_d == 256 and max_states <= 8 and rows >= MERGE_ROWS:
         most = MERGE_ELEMENTS // block_d
     block_s = min(most, max(2, 1 << (max_states - 1).bit_length()))
     if rows <= 1024 and max_states > 32:

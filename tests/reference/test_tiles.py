@@ -7,6 +7,7 @@ import torch
 
 from cascade_fd.hardware import PRESETS
 from cascade_fd.planning.cost import Load
+from cascade_fd.planning.layout import INVARIANT_STATES
 from cascade_fd.planning.tiling import Tiling, options, pick_tile
 from cascade_fd.planning.worklist import Shape
 from cascade_fd.tiles import (
@@ -49,6 +50,16 @@ def test_heads_of_a_merging_program(states, dim, rows, heads, want):
     tile = merge_tile(states, dim, rows, heads)
     assert (tile.block_h, tile.num_warps) == (want, 1)
     assert heads % tile.block_h == 0
+
+
+def test_steps_of_a_merging_program_are_short_where_columns_and_rows_are_many():
+    assert [merge_tile(5, 256, rows, 16).block_s for rows in (1024, 2048)] == [8, 4]
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_a_batch_invariant_merge_is_the_same_for_any_number_of_rows(dim):
+    """Steps of other lengths would add states up in another order."""
+    assert len({merge_tile(INVARIANT_STATES, dim, rows, 32) for rows in (32, 1024, 2048, 32768)}) == 1
 
 
 def test_what_fits_beside_the_wide_kernel():
