@@ -25,6 +25,13 @@ def pieces(ring, shape: gl.constexpr, layout: gl.constexpr):
         return ring._reinterpret(ring.dtype, shape, layout)
 
 
+@gluon.jit
+def boxes_of(ring, BOX: gl.constexpr):
+    """The memory of a ring ``[stages, tokens, columns]``, as the boxes of ``hopper_fetch.fetch``."""
+    NUM_BOXES: gl.constexpr = ring.shape[0] * (ring.shape[1] // BOX) * (ring.shape[2] // PANEL)
+    return pieces(ring, [NUM_BOXES, 1, BOX, 1, PANEL], gl.NVMMASharedLayout(128, 16, 4))
+
+
 @gluon.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h", "num_units"])
 def hopper_kernel(
     k_desc,
@@ -69,7 +76,6 @@ def hopper_kernel(
     if CHAIN > 0:
         gdc_launch_dependents()
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], tile)
@@ -77,10 +83,8 @@ def hopper_kernel(
         q_tiles = k_ring
     else:
         q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], tile)
-    BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX)
     BANDS: gl.constexpr = STAGES * (BLOCK_N // BAND)
-    k_boxes = pieces(k_ring, [BOXES * (D // PANEL), 1, BOX, 1, PANEL], box)
-    v_boxes = pieces(v_ring, [BOXES * (DV // PANEL), 1, BOX, 1, PANEL], box)
+    fetched = (boxes_of(k_ring, BOX), boxes_of(v_ring, BOX))
     v_bands = pieces(v_ring, [BANDS * (DV // PANEL), BAND, PANEL], tile)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -100,7 +104,6 @@ def hopper_kernel(
     sources = (k_desc, v_desc, ids_ptr, items_ptr, lens_ptr, stride_ids)
     work = (num_units, pointers, strides, scales)
     memory = (q_tiles, (k_ring, v_ring, v_bands), barriers)
-    fetched = (k_boxes, v_boxes)
     if GROUPS == 1:  # All arguments again: in a tuple with a name, constexprs would become tensors.
         gl.warp_specialize(
             [

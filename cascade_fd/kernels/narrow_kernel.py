@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cascade_fd.kernels.algebra import NEG_INF, inverse, log_sum, weigh_down
 from cascade_fd.kernels.hopper_fetch import PANEL, fetch, item_range, places, tile_range, tile_start
-from cascade_fd.kernels.hopper_kernel import pieces
+from cascade_fd.kernels.hopper_kernel import boxes_of, pieces
 from cascade_fd.kernels.hopper_multiply import clear_piece, is_unfinished, seen
 
 
@@ -104,20 +104,16 @@ def narrow_memory(
 ):
     """The rings of stages, of keys and of values: as panels of 64 columns, as boxes, and the barriers "full"."""
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], tile)
     k_panels = pieces(k_ring, [STAGES * (D // PANEL), BLOCK_N, PANEL], tile)
     v_panels = pieces(v_ring, [STAGES * (DV // PANEL), BLOCK_N, PANEL], tile)
-    k_boxes = pieces(k_ring, [BOXES * (D // PANEL), 1, BOX, 1, PANEL], box)
-    v_boxes = pieces(v_ring, [BOXES * (DV // PANEL), 1, BOX, 1, PANEL], box)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-    return (k_panels, v_panels), (k_boxes, v_boxes), (k_full, v_full)
+    return (k_panels, v_panels), (boxes_of(k_ring, BOX), boxes_of(v_ring, BOX)), (k_full, v_full)
 
 
 @gluon.jit(do_not_specialize=["stride_ids", "stride_lse_t", "stride_lse_h"])
