@@ -218,13 +218,13 @@ def merge_tile(max_states: int, head_dim: int, rows: int, heads: int = 1) -> Mer
     against 84 us in all; h1 (16,384 rows x heads of 64) 115 against 125; g1 (heads of 256, five states in steps of four, not
     eight) 194 against 197.
     """
-    block_d = padded(head_dim)
+    block_d, all_states = padded(head_dim), max(2, 1 << (max_states - 1).bit_length())
+    if rows <= 1024 and max_states > 32:
+        return MergeTile(min(256, all_states), 16, 4)
     most = min(32, 4096 // block_d)  # a warp holds no more: at D = 256 it would spill
     if block_d == 256 and max_states <= 8 and rows >= MERGE_ROWS:
         most = MERGE_ELEMENTS // block_d
-    block_s = min(most, max(2, 1 << (max_states - 1).bit_length()))
-    if rows <= 1024 and max_states > 32:
-        return MergeTile(min(256, 1 << (max_states - 1).bit_length()), 16, 4)
+    block_s = min(most, all_states)
     block_h = math.gcd(heads, max(1, 128 // block_d))
     while rows >= MERGE_ROWS * block_h and block_s * block_h * block_d < MERGE_ELEMENTS and heads % (2 * block_h) == 0:
         block_h *= 2
