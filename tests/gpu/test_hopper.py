@@ -81,11 +81,16 @@ def requests(group):
     return 150 // group
 
 
-def over_a_prefix(target, m, prefix_len, page, layout="NHD", split=None):
-    """One tile's worth of requests and a bit over a prefix; a pool with NaN wherever nobody's tokens are."""
+def over_a_prefix(target, m, prefix_len, page, layout="NHD", split=None, growth=None):
+    """One tile's worth of requests and a bit over a prefix; a pool with NaN wherever nobody's tokens are.
+
+    ``growth``: factors of the prefix's keys, by token.
+    """
     B = requests(m.num_q_heads // 2)
     lens = [(i * 5) % 23 for i in range(B)]
     prefix, *suffixes = inputs.contexts(m, [prefix_len, *lens])
+    if growth:
+        prefix = (prefix[0] * growth(torch.arange(prefix_len))[:, None, None]).to(m.dtype), prefix[1]
     q = target.queries(m, B)
     options = {"num_splits": split, "backend": "triton"}
     if page:
@@ -125,18 +130,10 @@ GROWTH = {  # of keys, and so of scores, by token
 
 @both
 @pytest.mark.parametrize("growth", list(GROWTH))
-def test_scores_that_grow(target, ran, kernels, growth):
+def test_scores_that_grow(target, ran, growth):
     """Weights are relative to a score that is raised now and then, in some rows of a warp, and outputs are scaled only then."""
-    m, B = model(target, 4), fitting(kernels, 40, 16)
-    (k, v), *suffixes = inputs.contexts(m, [900, *[20] * B])
-    prefix = (k * GROWTH[growth](torch.arange(900))[:, None, None]).to(k.dtype), v
-    store, table = inputs.paged([prefix, *suffixes], 16)
-    store, table = target.put(store), target.put(table)
-    q = target.queries(m, B)
-    tables = {"prefix_table": table[0], "prefix_len": 900, "suffix_table": table[1:], "suffix_lens": [20] * B}
     for splits in (1, 2):
-        state = cf.cascade_decode(q, store, store, **tables, num_splits=splits, backend="triton")
-        target.check(state, q, inputs.join(prefix, suffixes))
+        over_a_prefix(target, model(target, 4), 900, 16, split=splits, growth=GROWTH[growth])
     assert ran() == [True, True]
 
 
