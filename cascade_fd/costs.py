@@ -141,7 +141,7 @@ H200 = Costs(
         TileCost(128, 1, 1.32, 4.01, 0.601, 1.5),
         TileCost(128, 1, 0.802, 9.24, 0.336, 1.07, "hopper"),
         TileCost(128, 1, 1.03, 4.31, 0.55, 1.33, "beside"),
-        TileCost(64, 1, 0.625, 3.8, 0.359, 0.951, "single"),
+        TileCost(64, 1, 0.625, 3.8, 0.5, 0.951, "single"),
         TileCost(8, 4, 1.43, 0.302, 0.411, 0.948, "narrow"),
     ),
     source="measured on NVIDIA H200, 2026-11-30, triton 3.6.0",

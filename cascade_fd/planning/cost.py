@@ -20,11 +20,12 @@ OVERLAP = 0.5  # of the times of launches that overlap, but for the longest, wha
 # the wide launch takes longest, but for head dims up to 64, whose products are short (h1: 80 us of narrow programs beside 111
 # take 129 in all, 81 of 16-row ones 140). And nothing is read faster than in MEMORY of a full device's time.
 BESIDE_OVERLAP, NARROW_OVERLAP, BOUND_OVERLAP, MEMORY = 0.58, 0.72, 0.35, 1.12
-IDLE = 0.5  # of the time in which a launch that takes whole SMs leaves some free, what others make use of there
+ALONE = 0.5  # of a program's start and end, what nothing hides where it has an SM to itself
+IDLE = 1.0  # of the time in which a launch that takes whole SMs leaves some free, what others make use of there
 MOST_BESIDE = 16  # rows of tiles that leave enough registers to run beside it
 # Of head dims up to 64 the bytes of a block are half as many, but scores, and their exponentials, as many: it takes so much
-# longer than its bytes say. Of small tiles; of large ones, by kernel. At 256 the kernel for Hopper takes shorter steps.
-PACE_64, PACE_64_LARGE, PACE_256 = 1.2, {"attend": 1.5, "hopper": 1.75, "beside": 1.55, "single": 1.55}, {"hopper": 1.15}
+# longer than its bytes say. Of small tiles; of large ones, by kernel.
+PACE_64, PACE_64_LARGE = 1.2, {"attend": 1.5, "hopper": 1.75, "beside": 1.55, "single": 1.55}
 LARGE = 64  # rows
 TAIL = 0.2  # of the time that slots would idle in a last wave that is not full, if waves did not overlap
 
@@ -81,12 +82,21 @@ class Load:
 
     def cut_evenly(self, num_sms: int) -> Load:
         """The same with items as long as equal shares of all blocks: before it is known how nodes are cut."""
-        blocks = sum(number * times for number, times in self.reads)
-        return replace(self, longest=max(1.0, blocks / (num_sms * self.per_sm)))
+        return replace(self, longest=max(1.0, self.blocks / (num_sms * self.per_sm)))
 
     def chain(self, costs: Costs) -> float:
         """Microseconds that the longest item takes alone."""
-        return self.size * self.longest * costs.tile(self.rows, self.per_sm, self.kernel).step
+        start = costs.tile(self.rows, self.per_sm, self.kernel).start if self.whole else 0.0
+        return self.longest * self.step(costs) + ALONE * start
+
+    def step(self, costs: Costs) -> float:
+        """Microseconds that one block takes alone."""
+        return self.size * costs.tile(self.rows, self.per_sm, self.kernel).step
+
+    @property
+    def blocks(self) -> float:
+        """Of all programs together."""
+        return sum(number * times for number, times in self.reads)
 
 
 @dataclass(frozen=True)
@@ -104,8 +114,6 @@ def block_size(shape: Shape, tile: AttendTile, block_n: int = 0) -> float:
 
 def pace(shape: Shape, tile: AttendTile) -> float:
     """How much longer a block takes than its bytes say, with other head dims than 128."""
-    if max(shape.head_dims) > 128:
-        return PACE_256.get(tile.kernel, 1.0)
     if max(shape.head_dims) > 64:
         return 1.0
     return PACE_64 if tile.block_m < LARGE else PACE_64_LARGE[tile.kernel]
@@ -136,10 +144,9 @@ def _hidden_us(loads: Sequence[Load], times: Sequence[float], num_sms: int, cost
     side = [i for i, load in enumerate(loads) if not load.whole]
     mine = [times[i] for i in side]
     most = _hidden_beside([loads[i] for i in side], mine, num_sms)
-    if len(side) == len(loads):
-        return min(most, max(0.0, sum(mine) - MEMORY * _reading(loads, num_sms, costs)))
     idle = sum(times[i] * max(0.0, 1 - load.programs / num_sms) for i, load in enumerate(loads) if load.whole)
-    return most + min(IDLE * idle, sum(mine))
+    most += min(IDLE * idle, sum(mine) - most)
+    return max(0.0, min(most, sum(times) - MEMORY * _reading(loads, num_sms, costs)))
 
 
 def _hidden_beside(loads: Sequence[Load], times: Sequence[float], num_sms: int) -> float:
@@ -172,21 +179,29 @@ def _longer(a: float, b: float) -> float:
 # Launches that overlap, on an H200: an item may take so much of the call's time, the first launch's and the later ones' (which
 # start where room is left); and beside others' work a block takes longer, up to 2.9 times.
 HIDDEN, HIDDEN_LATER, CROWDED = 0.6, 0.3, 1.9
+SPARED = 0.5  # of the others' time, what a launch of one warp group may take longer so that they have more room
 
 
 def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     """Per launch, the blocks of an item that ends before the others do, if launches overlap: no item need be shorter.
 
+    One of a whole SM may take as long as all launches one after the other, since others have the SMs that it leaves free; one of
+    a single warp group, of which others need less room, half of that longer than if it were alone.
     ``loads`` are of items of one block.
     """
     beside = [load for load in loads if not load.whole]
-    if len(beside) < 2 or not hw.overlaps:
+    if len(loads) < 2 or not hw.overlaps:
         return [1] * len(loads)
-    total = sum(load.busy(hw.costs, hw.num_sms) for load in beside)
+    costs, num_sms = hw.costs, hw.num_sms
+    total = sum(load.busy(costs, num_sms) for load in beside)
     least = []
     for load in loads:
-        share = HIDDEN if load is beside[0] else HIDDEN_LATER
-        step = load.chain(hw.costs) * (1 + CROWDED * (1 - load.busy(hw.costs, hw.num_sms) / total))
-        alone = load.whole or load.kernel in ("beside", "single")
-        least.append(1 if alone or not step else max(1, int(share * total / step)))
+        us, step = 0.0, load.step(costs)
+        if load.whole or load.kernel == "single":
+            others = total if load.whole else SPARED * (total - load.busy(costs, num_sms))
+            us = others + load.blocks * step / num_sms
+        elif load.kernel != "beside" and len(beside) > 1:
+            us = (HIDDEN if load is beside[0] else HIDDEN_LATER) * total
+            us /= 1 + CROWDED * (1 - load.busy(costs, num_sms) / total)
+        least.append(max(1, int(us / step)) if step else 1)
     return least

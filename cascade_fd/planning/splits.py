@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,9 +13,10 @@ from cascade_fd.tiles import AttendTile
 
 POLICIES = ("balanced", "wave", "fixed", "stream_k")
 FIXED_TOKENS = 512  # tokens per split of the "fixed" policy
-# Of several waves of narrow programs: 800 of 2,048 keys on 792 slots take 222 us, in halves 200, in thirds 193; 1,024 of 8,192
-# keys 993, 960, 957; but 640 on those slots 151, 156, 156.
-MOST_CUTS, EVEN = 3, 0.85
+# Narrow programs of fewer tokens cost more than they bring (c1: 0.8 us).
+NARROW_TOKENS = 256
+# Several waves of them: unless waves are so full, the last nodes are cut, into so many items each at most.
+FULL, MOST_CUTS = 0.9, 4
 Blocks = np.ndarray  # [n] integers
 Cut = tuple[np.ndarray, np.ndarray | int]  # tokens per split of each node, and by how many its first split is shorter
 
@@ -33,14 +35,21 @@ def cut(policy: str, tokens: np.ndarray, programs: np.ndarray, tile: AttendTile,
         return np.full(len(tokens), FIXED_TOKENS), 0
     blocks, slots = -(-tokens // tile.block_n), num_sms * tile.per_sm
     if policy == "balanced":
-        part = balanced_part(blocks, programs, tile, num_sms, least)
-        return -(-blocks // -(-blocks // part)) * tile.block_n, 0
+        counts = -(-blocks // balanced_part(blocks, programs, tile, num_sms, least))
+        if tile.kernel == "narrow":
+            counts = np.maximum(counts, tapered_cuts(blocks, programs, num_sms * tile.fits, at_least(tile, least)))
+        return -(-blocks // counts) * tile.block_n, 0
     if policy == "stream_k":
         part, lead = stream_k_part(blocks, programs, slots)
         return np.full(len(tokens), part * tile.block_n), lead * tile.block_n
     longest = int(blocks.max())
     work = -(-int((blocks * programs).sum()) // longest)  # in units of the longest range: the rule is for equal ones
     return np.full(len(tokens), -(-longest // wave_splits(work, slots, longest)) * tile.block_n), 0
+
+
+def at_least(tile: AttendTile, least: int) -> int:
+    """Blocks that an item should have, if its node has as many."""
+    return max(least, NARROW_TOKENS // tile.block_n if tile.kernel == "narrow" else 1)
 
 
 def balanced_part(blocks: Blocks, programs: Blocks, tile: AttendTile, num_sms: int, least: int = 1) -> int:
@@ -55,6 +64,23 @@ def balanced_part(blocks: Blocks, programs: Blocks, tile: AttendTile, num_sms: i
         return Cuttable(lambda part: total * -(-longest // part), longest, total * longest, total).part(tile, num_sms, least)
     work = int((blocks * programs).sum())
     return Cuttable(lambda part: int((-(-blocks // part) * programs).sum()), longest, work, total).part(tile, num_sms, least)
+
+
+def tapered_cuts(blocks: Blocks, programs: Blocks, slots: int, least: int) -> Blocks:
+    """In how many items to cut each node where several waves of programs run, so that slots end at about the same time.
+
+    Nodes come longest first, to whichever slot is free, and the last ones would keep a few slots busy while the others idle. So
+    no item is longer than a slot's share of what is left: guided self-scheduling (Polychronopoulos and Kuck, 1987).
+    ``least``: blocks that an item should have.
+    """
+    waves = int(programs.sum()) / slots
+    if waves <= 1 or waves > FULL * math.ceil(waves):
+        return np.ones_like(blocks)
+    order = np.argsort(-blocks, kind="stable")
+    left = np.cumsum((blocks * programs)[order][::-1])[::-1]  # in this node and those after it
+    counts = np.empty_like(blocks)
+    counts[order] = np.clip(np.ceil(blocks[order] / np.maximum(left / slots, least)), 1, MOST_CUTS)
+    return counts
 
 
 @dataclass(slots=True)
@@ -76,21 +102,15 @@ class Cuttable:
     def part(self, tile: AttendTile, num_sms: int, least: int) -> int:
         """See ``balanced_part``."""
         slots = num_sms * min(tile.per_sm, tile.fits)
-        first = max(-(-self.blocks // slots), least, 1)
+        first = max(-(-self.blocks // slots), at_least(tile, least))
         if self.total >= slots:
-            return min(first, self._even(num_sms * tile.fits)) if tile.kernel == "narrow" else first
+            return first
         part = self._shortest(first, slots)
         if tile.fits > tile.per_sm and part > first:
             shorter = self._shortest(first, num_sms * tile.fits)
             if shorter * -(-self.programs(shorter) // num_sms) <= part * tile.per_sm:
                 return shorter
         return part
-
-    def _even(self, slots: int) -> int:
-        """The longest item, or a half or a third of it where the last wave of whole ones would leave most slots empty."""
-        parts = [-(-self.longest // k) for k in range(1, MOST_CUTS + 1)]
-        whole, *_ = times = [-(-self.programs(part) // slots) * part for part in parts]
-        return parts[times.index(min(times))] if min(times) < EVEN * whole else parts[0]
 
     def _shortest(self, low: int, most: int) -> int:
         """The shortest split of at least ``low`` blocks that makes at most so many programs. Longer splits never make more."""

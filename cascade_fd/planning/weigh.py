@@ -219,8 +219,8 @@ class Scale:
             loads.append(load)
         rows, states = 0, 0
         for load, (_, bundle), least in zip(loads, launches, hidden(loads, hw), strict=True):
-            part = Cuttable(bundle.split, bundle.longest, bundle.blocks, bundle.programs).part(bundle.tile, hw.num_sms, least)
-            load.programs, load.longest = bundle.split(part), min(part, bundle.longest)
+            part = Cuttable(bundle.programs_of, bundle.longest, bundle.blocks, bundle.programs).part(bundle.tile, hw.num_sms, least)
+            load.programs, load.longest = bundle.split(part)
             for _, blocks, packed, count in bundle.entries:
                 splits = -(-blocks // part)
                 rows += packed * splits
@@ -246,9 +246,11 @@ class _Bundle:
         self.blocks += programs * blocks
         self.longest = max(self.longest, blocks)
 
-    def split(self, part: int) -> int:
-        """Programs of splits of ``part`` blocks."""
-        total = 0
-        for programs, blocks, _, _ in self.entries:
-            total += programs * -(-blocks // part)
-        return total
+    def programs_of(self, part: int) -> int:
+        """Programs of splits of at most ``part`` blocks."""
+        return sum(programs * -(-blocks // part) for programs, blocks, _, _ in self.entries)
+
+    def split(self, part: int) -> tuple[int, int]:
+        """Programs of splits of at most ``part`` blocks, and blocks of the longest: those of a node are equal."""
+        longest = max(-(-blocks // -(-blocks // part)) for _, blocks, _, _ in self.entries)
+        return self.programs_of(part), longest

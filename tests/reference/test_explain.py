@@ -184,7 +184,7 @@ def test_padded_requests_and_rows_of_none_do_not_count():
     text = cf.plan(tree, **MODEL).explain(H200)
     assert number("whole context: #B", text) == digits((2 * 64 + 10) * BYTES)
     assert number("every node once: #B", text) == digits((64 + 10) * BYTES)
-    assert table(text, "node")[0][2:] == ["2", "64", "1", "2", "its tokens lie apart from its readers'", "0-1"]
+    assert table(text, "node")[0][2:] == ["2", "64", "1", "1", "its tokens lie apart from its readers'", "0-1"]
 
 
 @pytest.mark.parametrize(("name", "bound"), [("d1", "reading"), ("d3", "reading"), ("c4", "reading"), ("c5", "multiplying")])

@@ -9,7 +9,7 @@ import cascade_fd as cf
 from cascade_fd import Hardware, Level, PageTable, PrefixTree
 from cascade_fd.costs import Costs, TileCost
 from cascade_fd.hardware import A100, CPU, H200
-from cascade_fd.planning.cost import BESIDE_OVERLAP, BOUND_OVERLAP, MEMORY, NARROW_OVERLAP, Load, hidden, predict
+from cascade_fd.planning.cost import ALONE, BESIDE_OVERLAP, BOUND_OVERLAP, IDLE, MEMORY, NARROW_OVERLAP, Load, hidden, predict
 
 SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": "cpu", "hardware": H200}
 TILES = tuple(TileCost(rows, 4, 0.001, 0.0, 1.0, 1.0) for rows in (16, 32, 64, 128))
@@ -242,11 +242,18 @@ def test_predictions_by_hand():
     bound = made_up(tiles=(TileCost(16, 2, 1.0, 0.0, 1.9, 2.0),))
     apart = 2 * (predict([load], 0, bound).us - 1)
     assert predict([load, load], 0, bound).us == pytest.approx(1 + 10 + max(0.75 * apart, MEMORY * 2 * 40 * 2.0 / 10))
-    whole = replace(load, whole=True)
-    assert predict([whole, load], 0, made_up()).us == pytest.approx(1 + 10 + 2 * alone)  # hides nothing
-    few = replace(whole, programs=4, reads=[(100, 1)])  # of 10 SMs: others use half of what the rest could do
+    whole = replace(load, whole=True, longest=50)
+    assert whole.chain(made_up().costs) == 50.0 + ALONE * 4.0
+    by_itself = predict([whole], 0, made_up()).us - 1
+    assert predict([whole, load], 0, made_up()).us == pytest.approx(1 + 10 + by_itself + alone)  # hides nothing
+    few = replace(load, whole=True, programs=4, reads=[(10, 10)])  # of 10 SMs: others have the rest
     by_itself = predict([few], 0, made_up()).us - 1
-    assert predict([few, load], 0, made_up()).us == pytest.approx(1 + 10 + alone + by_itself * (1 - 0.5 * 0.6))
+    assert predict([few, load], 0, made_up()).us == pytest.approx(1 + 10 + alone + by_itself * (1 - IDLE * 0.6))
+    long = replace(few, longest=100)
+    by_itself = predict([long], 0, made_up()).us - 1
+    assert predict([long, load], 0, made_up()).us == pytest.approx(1 + 10 + by_itself)  # hides all of the other
+    reading = replace(few, reads=[(100, 1)])
+    assert predict([reading, load], 0, made_up()).us == pytest.approx(1 + 10 + MEMORY * 140 * 2.0 / 10)
     sequence = predict([load, load], 0, made_up(overlap=False))
     assert sequence.us == pytest.approx(2 * predict([load], 0, made_up(overlap=False)).us)
     assert predict([replace(load, longest=200)], 0, made_up()).bound == "the longest item"
@@ -296,4 +303,15 @@ def test_items_that_others_hide_may_be_longer():
     first, later = hidden([little, much], made_up()), hidden([much, little], made_up())
     assert first[0] > later[1] > 1  # what starts later has less time
     assert min(hidden([little, little], made_up())) >= 1
-    assert hidden([replace(little, whole=True), much], made_up()) == [1, 1]  # nothing runs beside it
+
+
+def test_a_launch_that_leaves_room_for_others_may_take_longer():
+    """A whole-SM launch of 10 programs of 100 blocks on 10 SMs (100 us) beside 200 us of others may take 300; alone, 1 block."""
+    costs = (TileCost(16, 2, 1.0, 0.0, 2.0, 2.0), TileCost(64, 1, 1.0, 0.0, 2.0, 2.0, "single"))
+    hw = made_up(tiles=costs)
+    whole, others = Load(16, 2, 10, [(1000, 1)], 1, whole=True), Load(16, 2, 1000, [(1000, 1)], 1)
+    assert hidden([whole], hw) == [1]
+    assert hidden([whole, others], hw) == [300, 1]
+    single = Load(64, 1, 10, [(1000, 1)], 1, kernel="single")
+    assert hidden([single, others], hw)[0] == 200  # others fit beside it, too
+    assert hidden([whole, others], made_up(overlap=False)) == [1, 1]

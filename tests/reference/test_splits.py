@@ -1,5 +1,6 @@
 """How ranges are cut: the wave-efficiency rule against the table it is known by, the others against their promises."""
 
+import heapq
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from cascade_fd import Hardware, Level, PageTable, PrefixTree, plan
 from cascade_fd.hardware import A100, CPU, H200, PRESETS
-from cascade_fd.planning.splits import FIXED_TOKENS, balanced_part, stream_k_part, wave_splits
+from cascade_fd.planning.splits import FIXED_TOKENS, balanced_part, cut, stream_k_part, tapered_cuts, wave_splits
 from cascade_fd.tiles import NARROW, AttendTile, attend_tile
 
 
@@ -145,16 +146,50 @@ def test_more_items_than_slots_where_an_sm_has_less_to_do():
     assert part * -(-programs_of(blocks, programs, part) // 132) < 158
 
 
+def ends(items, slots):
+    """When each slot ends, if items go in order to whichever is free first."""
+    busy = [0] * slots
+    for item in items:
+        heapq.heapreplace(busy, busy[0] + item)
+    return busy
+
+
+@pytest.mark.parametrize("nodes", [800, 1024, 1600, 2048, 2600])
+def test_last_narrow_items_are_short_so_that_slots_end_together(nodes):
+    """On 792 slots; whole nodes of 64 blocks would leave up to half of them idle for up to 64 blocks."""
+    blocks, programs = np.full(nodes, 64), np.ones(nodes, int)
+    chunk, _ = cut("balanced", 32 * blocks, programs, NARROW, 132)
+    part, counts = chunk // 32, -(-32 * blocks // chunk)
+    items = sorted((min(p, 64 - s * p) for p, n in zip(part, counts, strict=True) for s in range(n)), reverse=True)
+    assert sum(items) == 64 * nodes and counts.max() == 4
+    assert (counts[:-1] <= counts[1:]).all()  # equal nodes in order
+    assert (counts == 1).mean() > 1 - 800 / nodes
+    assert max(ends(items, 792)) < 0.93 * max(ends(blocks, 792))
+    assert max(ends(items, 792)) < 64 * nodes / 792 + 16
+
+
 @pytest.mark.parametrize(
-    ("nodes", "fits", "want"),
-    [(768, 6, 64), (800, 6, 22), (1024, 6, 22), (1280, 6, 64), (2048, 6, 64), (1600, 6, 22), (512, 3, 22), (512, 4, 64)],
+    ("nodes", "fits", "tile"), [(768, 6, NARROW), (2300, 6, NARROW), (512, 4, NARROW), (500, 6, NARROW), (1024, 6, tile_of(4, 6))]
 )
-def test_narrow_programs_do_not_leave_a_wave_nearly_empty(nodes, fits, want):
-    """Nodes of 64 blocks on 132 SMs that hold ``fits`` programs: whole where waves are full, else in halves or thirds."""
-    tile = replace(NARROW, fits=fits)
-    assert balanced_part(np.full(nodes, 64), np.ones(nodes, int), tile, 132) == want
-    share = -(-64 * nodes // (132 * min(4, fits)))
-    assert balanced_part(np.full(nodes, 64), np.ones(nodes, int), replace(tile, kernel="attend"), 132) == max(64, share)
+def test_nodes_stay_whole_where_waves_are_full_or_there_is_but_one(nodes, fits, tile):
+    chunk, lead = cut("balanced", np.full(nodes, 2048), np.ones(nodes, int), replace(tile, fits=fits), 132)
+    share = -(-2048 * nodes // (132 * 4))
+    assert (chunk >= min(2048, share)).all() and lead == 0
+
+
+def test_the_longest_nodes_of_several_waves_are_not_cut_for_nothing():
+    """Lengths from 1 to 64, the sum of those up to n is n * n / 2 * 32: a slot's share of it is longer than n from 50 on."""
+    blocks = np.arange(2048) % 64 + 1
+    counts = tapered_cuts(blocks, np.ones(2048, int), 792, 8)
+    assert (counts[blocks >= 50] == 1).all() and (counts[blocks <= 8] == 1).all() and (counts[blocks == 40] == 2).all()
+    assert max(ends(np.sort(np.repeat(-(-blocks // counts), counts))[::-1], 792)) <= max(ends(np.sort(blocks)[::-1], 792)) + 4
+
+
+def test_narrow_items_keep_to_a_least_length():
+    for tokens, wants in ((100, 128), (256, 256), (400, 256), (2048, 256)):
+        chunk, _ = cut("balanced", np.full(2, tokens), np.full(2, 8), NARROW, 132)
+        assert (chunk >= min(wants, tokens)).all() or tokens == 400
+        assert (chunk <= 256).all()
 
 
 def test_balanced_items_need_not_be_shorter_than_what_hides_them():
