@@ -77,10 +77,9 @@ def tapered_cuts(blocks: Blocks, programs: Blocks, slots: int, least: int) -> Bl
     if waves <= 1 or waves > FULL * math.ceil(waves):
         return np.ones_like(blocks)
     order = np.argsort(-blocks, kind="stable")
-    left = np.cumsum((blocks * programs)[order][::-1])[::-1]  # in this node and those after it
-    counts = np.empty_like(blocks)
-    counts[order] = np.clip(np.ceil(blocks[order] / np.maximum(left / slots, least)), 1, MOST_CUTS)
-    return counts
+    left = np.empty_like(blocks)
+    left[order] = np.cumsum((blocks * programs)[order][::-1])[::-1]  # in this node and those after it
+    return np.clip(np.minimum(-(-blocks * slots // left), blocks // least), 1, MOST_CUTS)
 
 
 @dataclass(slots=True)
