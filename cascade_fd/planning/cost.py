@@ -179,15 +179,14 @@ def _longer(a: float, b: float) -> float:
 # Launches that overlap, on an H200: an item may take so much of the call's time, the first launch's and the later ones' (which
 # start where room is left); and beside others' work a block takes longer, up to 2.9 times.
 HIDDEN, HIDDEN_LATER, CROWDED = 0.6, 0.3, 1.9
-SPARED = 0.5  # of the others' time, what a launch of one warp group may take longer so that they have more room
+SPARED = 0.5  # of the others' time, by how much longer a launch of one warp group may take so that they have more room
 
 
 def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     """Per launch, the blocks of an item that ends before the others do, if launches overlap: no item need be shorter.
 
-    One of a whole SM may take as long as all launches one after the other, since others have the SMs that it leaves free; one of
-    a single warp group, of which others need less room, half of that longer than if it were alone.
-    ``loads`` are of items of one block.
+    Whole SMs may be taken for as long as all launches last one after the other, since others have the SMs that are left. One
+    warp group leaves room on its SMs too, and may take longer by part of the others' time. ``loads`` are of items of one block.
     """
     beside = [load for load in loads if not load.whole]
     if len(loads) < 2 or not hw.overlaps:

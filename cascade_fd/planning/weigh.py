@@ -219,7 +219,7 @@ class Scale:
             loads.append(load)
         rows, states = 0, 0
         for load, (_, bundle), least in zip(loads, launches, hidden(loads, hw), strict=True):
-            part = Cuttable(bundle.programs_of, bundle.longest, bundle.blocks, bundle.programs).part(bundle.tile, hw.num_sms, least)
+            part = bundle.part(hw.num_sms, least)
             load.programs, load.longest = bundle.split(part)
             for _, blocks, packed, count in bundle.entries:
                 splits = -(-blocks // part)
@@ -245,6 +245,10 @@ class _Bundle:
         self.programs += programs
         self.blocks += programs * blocks
         self.longest = max(self.longest, blocks)
+
+    def part(self, num_sms: int, least: int) -> int:
+        """Blocks per split, see ``splits.balanced_part``."""
+        return Cuttable(self.programs_of, self.longest, self.blocks, self.programs).part(self.tile, num_sms, least)
 
     def programs_of(self, part: int) -> int:
         """Programs of splits of at most ``part`` blocks."""

@@ -306,7 +306,7 @@ def test_items_that_others_hide_may_be_longer():
 
 
 def test_a_launch_that_leaves_room_for_others_may_take_longer():
-    """A whole-SM launch of 10 programs of 100 blocks on 10 SMs (100 us) beside 200 us of others may take 300; alone, 1 block."""
+    """10 programs of 100 blocks on 10 whole SMs (100 us) beside 200 us of others may take 300; alone, as long as a block."""
     costs = (TileCost(16, 2, 1.0, 0.0, 2.0, 2.0), TileCost(64, 1, 1.0, 0.0, 2.0, 2.0, "single"))
     hw = made_up(tiles=costs)
     whole, others = Load(16, 2, 10, [(1000, 1)], 1, whole=True), Load(16, 2, 1000, [(1000, 1)], 1)
