@@ -110,13 +110,15 @@ CONTEXT_CASES = {
     if case.kv_bytes <= CONTEXT_BYTES
 }
 
-SHAPE_CASES = {  # other models' heads
+SHAPE_CASES = {  # other models' heads, and more rows a request
     case.name: case
     for case in (
         _cascade("g1", 256, 8192, 256, num_q_heads=16, head_dim=256),  # Gemma 2 9B, Gemma 3 12B
         _cascade("g2", 128, 32768, 64, num_q_heads=32, head_dim=256),
+        _cascade("g3", 256, 2048, 128, num_q_heads=16, head_dim=256),
         _cascade("h1", 256, 8192, 512, num_q_heads=64, head_dim=64),  # gpt-oss
         _flat("l1", 64, 8192, num_q_heads=128, num_kv_heads=1),  # as many rows on one KV head as latent attention has
         _cascade("l2", 64, 8192, 1024, num_q_heads=128, num_kv_heads=1),
+        _cascade("s2", 64, 8192, 512, q_len=8),
     )
 }

@@ -1,10 +1,15 @@
 """Decode: one row per request, every length, split, layout and head shape."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import cascade_fd as cf
+from cascade_fd import Level, PageTable, PrefixTree
+from cascade_fd.hardware import H200
 from cascade_fd.testing import inputs
+from tests.contract.cascade import make_plan
 
 BLOCK_N = 32  # of the CPU tiles; 64 on GPUs, so the lengths below straddle both
 
@@ -237,3 +242,18 @@ def test_extreme_valid_rows_do_not_come_out_empty(target):
     state = cf.decode(q, target.put(k), target.put(v), sm_scale=1.0, num_splits=2, backend=target.backend)
     assert (state.lse < -5e4).all()
     target.check(state, q, [(k[0], v[0])], sm_scale=1.0)
+
+
+@pytest.mark.parametrize("lens", [[700] * 20, [600 - 8 * (i % 11) for i in range(22)]], ids=["equal", "unequal"])
+def test_several_waves_of_which_the_last_requests_are_cut(target, lens):
+    """On three SMs: some rows are written directly, others merged, by the same launch."""
+    m = target.model(num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=64)
+    contexts = inputs.contexts(m, lens)
+    store, table = inputs.paged(contexts, 16)
+    tree = PrefixTree.from_levels([Level(range(len(lens) + 1), lens)], table=PageTable.from_block_table(target.put(table), 16))
+    plan = make_plan(target, tree, m, hardware=replace(H200, num_sms=3))
+    narrow = [launch.tile.kernel for launch in plan.launches] == ["narrow"]
+    assert narrow == (target.dtype.itemsize == 2)
+    assert not narrow or 0 < len(plan.merge) < len(lens)
+    q = target.queries(m, len(lens))
+    target.check(cf.attend(q, target.put(store), plan, backend=target.backend), q, contexts)
