@@ -64,7 +64,8 @@ def launch_hopper(q, store, plan, launch, partials, out, scales, chain=0):
     strides = (q.stride(), launch.table_stride, out.o.stride(), out.lse.stride())
     layout = (shape, tile, launch.page_size, chain, *strides)
     units = launch.items.shape[0] * shape.num_kv_heads
-    grid = min(units, plan.hardware.num_sms) if tile.kernel in ("hopper", "beside") else units
+    stay = tile.kernel in ("hopper", "beside")  # programs, one an SM, that take items in turn
+    grid = min(units, plan.hardware.num_sms) if stay else units
     scalars = scales if tile.kernel == "narrow" else (*scales, units)
     try:
         descriptors = _descriptors(store, _box_tokens(launch.page_size, tile.block_n))

@@ -140,6 +140,20 @@ def launched(monkeypatch, hopper_launch):
     return seen
 
 
+@pytest.mark.parametrize(("kernel", "grid"), [("hopper", 132), ("beside", 132), ("single", 256)])
+def test_programs_stay_where_an_sm_holds_but_one(monkeypatch, kernel, grid):
+    """256 units: were there 132 programs of one warp group, of which an SM holds two, they would run one after the other."""
+    grids = []
+    monkeypatch.setattr(hopper, "_kernel", lambda name: None)
+    monkeypatch.setattr(hopper, "run", lambda kernel, grid, *rest: grids.append(grid))
+    made, store = plan_of(requests=4096), cf.PagedKV(pool(), pool())
+    launch = replace(made.launches[0], tile=hopper_tiles((128, 128))[kernel])
+    q = torch.empty(4096, 8, 128, dtype=torch.bfloat16, device="meta")
+    state = cf.AttentionState(q, torch.empty(4096, 8, device="meta"), "e")
+    hopper.launch_hopper(q, store, made, launch, state, state, (1.0, 1.0))
+    assert launch.count * 2 == 256 and grids == [grid]
+
+
 @pytest.mark.parametrize(
     ("release", "dims", "halved"),
     [((3, 6), (64, 64), ()), ((3, 9), (128, 128), ()), ((3, 9), (64, 64), ("beside", "single", "narrow"))],
