@@ -185,22 +185,32 @@ SPARED = 0.5  # of the others' time, by how much longer a launch of one warp gro
 def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     """Per launch, the blocks of an item that ends before the others do, if launches overlap: no item need be shorter.
 
-    Whole SMs may be taken for as long as all launches last one after the other, since others have the SMs that are left. One
-    warp group leaves room on its SMs too, and may take longer by part of the others' time. ``loads`` are of items of one block.
+    ``loads`` are of items of one block.
     """
-    beside = [load for load in loads if not load.whole]
     if len(loads) < 2 or not hw.overlaps:
         return [1] * len(loads)
-    costs, num_sms = hw.costs, hw.num_sms
-    total = sum(load.busy(costs, num_sms) for load in beside)
-    least = []
-    for load in loads:
-        us, step = 0.0, load.step(costs)
-        if load.whole or load.kernel == "single":
-            others = total if load.whole else SPARED * (total - load.busy(costs, num_sms))
-            us = others + load.blocks * step / num_sms
-        elif load.kernel != "beside" and len(beside) > 1:
-            us = (HIDDEN if load is beside[0] else HIDDEN_LATER) * total
-            us /= 1 + CROWDED * (1 - load.busy(costs, num_sms) / total)
-        least.append(max(1, int(us / step)) if step else 1)
-    return least
+    steps = [load.step(hw.costs) for load in loads]
+    return [max(1, int(us / step)) if step else 1 for us, step in zip(_spare_us(loads, hw), steps, strict=True)]
+
+
+def _spare_us(loads: Sequence[Load], hw: Hardware) -> list[float]:
+    """Per launch, the microseconds that an item may take.
+
+    Whole SMs may be taken for as long as all launches last one after the other, since others have the SMs that are left. One
+    warp group leaves room on its SMs too, and may take longer by part of the others' time.
+    """
+    busy = [0.0 if load.whole else load.busy(hw.costs, hw.num_sms) for load in loads]
+    total, first, spare = sum(busy), True, []
+    for load, mine in zip(loads, busy, strict=True):
+        alone = load.blocks * load.step(hw.costs) / hw.num_sms
+        if load.whole:
+            spare.append(alone + total)
+            continue
+        if load.kernel == "single":
+            spare.append(alone + SPARED * (total - mine))
+        elif load.kernel == "beside" or mine == total:
+            spare.append(0.0)
+        else:
+            spare.append((HIDDEN if first else HIDDEN_LATER) * total / (1 + CROWDED * (1 - mine / total)))
+        first = False
+    return spare
