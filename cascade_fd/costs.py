@@ -126,6 +126,8 @@ def measured(gpu: str) -> Costs | None:
 # A CPU computes the same blocks whoever shares them, and has no launches to save: whatever is shared pays.
 ON_CPU = Costs(0.0, 0.0, 0.0, 0.0, (TileCost(64, 1, 0.0, 0.0, 1.0, 1.0),), "work alone")
 
+# As "tune" measured them, but for "single": its warm is that of two programs an SM (64 requests of 8 rows over 8,192 shared and
+# 512 own keys: 168 us), of which tune had no batch then.
 H200 = Costs(
     launch=3.23,
     follow=1.65,

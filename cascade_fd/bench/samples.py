@@ -31,6 +31,7 @@ PREFIXES, GROUPS, SUFFIXES = (16, 256, 1024, 4096, 16384, 65536), (2, 4, 8, 16, 
 # constants that predict all of them to 4.3 % on average (4.6 % from a start twice off); those from all of them, to 4.2 %.
 GRID = [Batch((g,), P, SUFFIXES[(2 * i + j) % 5]) for i, P in enumerate(PREFIXES) for j, g in enumerate(GROUPS)]
 SEVERAL = [Batch((8,) * 8, 512, 64), Batch((2,) * 32, 64, 512), Batch((32,) * 2, 4096, 512), Batch((32,), 2048, 256, q_len=4)]
+SEVERAL += [Batch((64,), 4096, 256, q_len=8)]  # several programs of one warp group on an SM
 # Requests alone; several query rows fill larger tiles with nothing but their own keys.
 FLAT = [Batch((1,) * B, 0, tokens) for B, tokens in ((1, 65536), (8, 4096), (64, 1024), (256, 256))]
 FLAT += [
