@@ -185,32 +185,19 @@ SPARED = 0.5  # of the others' time, by how much longer a launch of one warp gro
 def hidden(loads: Sequence[Load], hw: Hardware) -> list[int]:
     """Per launch, the blocks of an item that ends before the others do, if launches overlap: no item need be shorter.
 
-    ``loads`` are of items of one block.
+    Whole SMs may be taken for as long as all launches last one after the other, since others have the SMs that are left. One
+    warp group leaves room on its SMs too, and may take longer by part of the others' time. ``loads`` are of items of one block.
     """
     if len(loads) < 2 or not hw.overlaps:
         return [1] * len(loads)
-    steps = [load.step(hw.costs) for load in loads]
-    return [max(1, int(us / step)) if step else 1 for us, step in zip(_spare_us(loads, hw), steps, strict=True)]
-
-
-def _spare_us(loads: Sequence[Load], hw: Hardware) -> list[float]:
-    """Per launch, the microseconds that an item may take.
-
-    Whole SMs may be taken for as long as all launches last one after the other, since others have the SMs that are left. One
-    warp group leaves room on its SMs too, and may take longer by part of the others' time.
-    """
     busy = [0.0 if load.whole else load.busy(hw.costs, hw.num_sms) for load in loads]
-    total, first, spare = sum(busy), True, []
+    total, least = sum(busy), []
+    first = next((load for load in loads if not load.whole), None)
     for load, mine in zip(loads, busy, strict=True):
-        alone = load.blocks * load.step(hw.costs) / hw.num_sms
-        if load.whole:
-            spare.append(alone + total)
-            continue
-        if load.kernel == "single":
-            spare.append(alone + SPARED * (total - mine))
-        elif load.kernel == "beside" or mine == total:
-            spare.append(0.0)
-        else:
-            spare.append((HIDDEN if first else HIDDEN_LATER) * total / (1 + CROWDED * (1 - mine / total)))
-        first = False
-    return spare
+        us, step = 0.0, load.step(hw.costs)
+        if load.whole or load.kernel == "single":
+            us = load.blocks * step / hw.num_sms + (1.0 if load.whole else SPARED) * (total - mine)
+        elif load.kernel != "beside" and mine != total:  # there are others beside it
+            us = (HIDDEN if load is first else HIDDEN_LATER) * total / (1 + CROWDED * (1 - mine / total))
+        least.append(max(1, int(us / step)) if step else 1)
+    return least

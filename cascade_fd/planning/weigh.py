@@ -220,9 +220,11 @@ class Scale:
         rows, states = 0, 0
         for load, (_, bundle), least in zip(loads, launches, hidden(loads, hw), strict=True):
             part = bundle.part(hw.num_sms, least)
-            load.programs, load.longest = bundle.split(part)
-            for _, blocks, packed, count in bundle.entries:
+            load.programs, load.longest = 0, 0
+            for programs, blocks, packed, count in bundle.entries:
                 splits = -(-blocks // part)
+                load.programs += programs * splits
+                load.longest = max(load.longest, -(-blocks // splits))
                 rows += packed * splits
                 states += count * splits
         direct = states == self.count and len(launches) == 1
@@ -253,8 +255,3 @@ class _Bundle:
     def programs_of(self, part: int) -> int:
         """Programs of splits of at most ``part`` blocks."""
         return sum(programs * -(-blocks // part) for programs, blocks, _, _ in self.entries)
-
-    def split(self, part: int) -> tuple[int, int]:
-        """Programs of splits of at most ``part`` blocks, and blocks of the longest: those of a node are equal."""
-        longest = max(-(-blocks // -(-blocks // part)) for _, blocks, _, _ in self.entries)
-        return self.programs_of(part), longest

@@ -284,7 +284,7 @@ def test_sixty_launches_are_bitwise_the_same(ran, kernels, B, P, S, q_len):
 
 @pytest.mark.parametrize("items", ["none live", "one", "one per program", "fifty per program"])
 def test_no_launch_hangs(target, ran, kernels, items):
-    """Programs of the wide kernel take items in turn: none with keys, one, as many as programs, fifty times as many."""
+    """Items: none with keys, one, an SM each, fifty an SM; programs take them in turn, or, of one warp group, each its own."""
     heads = fitting(kernels, 32, 16)
     m = target.model(num_q_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64)
     slots = torch.cuda.get_device_properties(0).multi_processor_count
