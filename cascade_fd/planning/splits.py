@@ -16,8 +16,8 @@ FIXED_TOKENS = 512  # tokens per split of the "fixed" policy
 # Narrow programs of fewer tokens cost more than they bring (c1: 0.8 us).
 NARROW_TOKENS = 256
 # Several waves of them: unless waves are so full, no item is longer than so many slots' shares of what is left, and no node cut
-# in more than so many. With 2 shares 128 requests of 8,192 keys take 966 us, with 1.5 971, with 1 975, in thirds 976, whole
-# 1,015; but where slots run at different speeds (d6, on some machines 261 us whole) a shorter end is safer.
+# in more than so many. With 2 shares 128 requests of 8,192 keys take 966 us, with 1.5 971, with 1 975, whole 1,015 (in thirds,
+# on a machine as fast, 976); but where slots run at different speeds (d6, on some 261 us whole) a shorter end is safer.
 FULL, AHEAD, MOST_CUTS = 0.9, 1.5, 4
 Blocks = np.ndarray  # [n] integers
 Cut = tuple[np.ndarray, np.ndarray | int]  # tokens per split of each node, and by how many its first split is shorter
